@@ -1,0 +1,79 @@
+# Everything here works on a fresh clone: without an active environment, .venv is created and used.
+
+ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),.venv)
+PYTHON := $(ENV)/bin/python
+PYTHON3 ?= python3
+TORCH ?= torch>=2.10
+SANITIZER ?= compute-sanitizer
+SANITIZED ?= tests/test_pointwise.py tests/test_pointwise_layout.py
+
+# Where no CUDA toolkit is installed, pip brings nvcc.
+HAVE_NVCC := $(or $(CUDA_HOME),$(wildcard /usr/local/cuda/bin/nvcc),$(shell command -v nvcc))
+comma := ,
+EXTRAS := dev$(if $(HAVE_NVCC),,$(comma)nvcc)
+
+# The installation is editable, so only what changes the extension or its dependencies repeats it.
+INSTALLED := $(ENV)/.fusedcuda-installed
+BUILT_FROM := $(shell find csrc -type f) setup.py pyproject.toml fusedcuda/_build.py
+
+CXX_SOURCES = $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
+
+.PHONY: help install demo test test-gpu bench sanitize sass format lint clean
+
+help:
+	@echo "make demo        run the demo: a DLRM step with and without fused ops"
+	@echo "make test        run the tests (those that need a GPU only where there is one)"
+	@echo "make test-gpu    run only the tests that need a GPU"
+	@echo "make bench       measure on this GPU, against eager, torch.compile and Triton"
+	@echo "make sanitize    run GPU tests under compute-sanitizer"
+	@echo "make sass        registers, vector accesses and spills of every kernel"
+	@echo "make format lint install clean"
+
+install: $(INSTALLED)
+
+.venv/bin/python:
+	$(PYTHON3) -m venv .venv
+
+$(INSTALLED): $(PYTHON) $(BUILT_FROM)
+	@echo "== Installing torch and the compilers' Python side (minutes the first time)"
+	$(PYTHON) -m pip install '$(TORCH)' 'setuptools>=77,<82' ninja $(if $(HAVE_NVCC),,'cuda-toolkit[nvcc,cccl]>=13.0$(comma)<14')
+	@echo "== Building fusedcuda"
+	$(PYTHON) -m pip install --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: install
+	$(PYTHON) -m fusedcuda demo
+
+test: install
+	$(PYTHON) -m pytest
+
+test-gpu: install
+	$(PYTHON) -m pytest -m "gpu or gpus"
+
+bench: install
+	$(PYTHON) -m bench
+
+# The caching allocator would hide accesses outside of a tensor.
+sanitize: install
+	for tool in memcheck racecheck initcheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
+	    $(PYTHON) -m pytest -m gpu $(SANITIZED) || exit 1; \
+	done
+
+sass: install
+	$(PYTHON) tests/build/sass.py
+
+format: install
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+	$(ENV)/bin/clang-format -i $(CXX_SOURCES)
+
+lint: install
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(ENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(PYTHON) -m mypy
+
+clean:
+	rm -rf build dist *.egg-info fusedcuda/_C.abi3.so fusedcuda/_build_info.json .venv/.fusedcuda-installed
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,212 @@
+"""Pictures of a summary: speed against size, speed-up over eager, host time. Needs matplotlib."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from bench.report import OURS, Entry, Summary
+from bench.tables import GRAD_MODES, host_operations
+
+ACCENT = "#0a66c2"
+INK, MUTED, RULE = "#222222", "#777777", "#e3e3e3"
+# Peers are greys: dark for the strongest. Line style and marker tell them apart without colour.
+STYLES = {
+    OURS: {"color": ACCENT, "linewidth": 2.4, "marker": "o", "zorder": 5},
+    "compile": {"color": "#444444", "linewidth": 1.4, "marker": "s", "linestyle": "-"},
+    "triton": {"color": "#808080", "linewidth": 1.4, "marker": "^", "linestyle": "--"},
+    "liger": {"color": "#999999", "linewidth": 1.4, "marker": "v", "linestyle": "-."},
+    "liger_packed": {"color": "#b3b3b3", "linewidth": 1.4, "marker": "<", "linestyle": "-."},
+    "eager": {"color": "#bdbdbd", "linewidth": 1.4, "marker": "D", "linestyle": ":"},
+    "native": {"color": "#d4d4d4"},
+}
+NAMES = {"compile": "torch.compile", "triton": "Triton, autotuned", "eager": "eager PyTorch",
+         "liger": "Liger, two halves", "liger_packed": "Liger, packed",
+         "native": "one native op"}  # fmt: skip
+MODE_TITLES = {"inference": "torch.inference_mode", "no_grad": "torch.no_grad",
+               "grad": "with gradients"}  # fmt: skip
+
+
+def pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({
+        "figure.dpi": 150, "savefig.bbox": "tight", "savefig.pad_inches": 0.15,
+        "font.size": 10, "font.family": "DejaVu Sans", "axes.titlesize": 11,
+        "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlepad": 10,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED,
+        "axes.labelcolor": INK, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,
+        "axes.grid": True, "axes.axisbelow": True, "grid.color": RULE, "grid.linewidth": 0.8,
+        "legend.frameon": False, "lines.markersize": 4.5,
+    })  # fmt: skip
+    return pyplot
+
+
+def draw(summary: Summary, out: Path, *, family: str, swept: str) -> list[Path]:
+    """Writes what the summary has data for, and returns the files; `swept` heads the size plot."""
+    plt = pyplot()
+    written = []
+    plots = {"throughput": partial(throughput, swept=swept), "speedup": speedup, "host": host}
+    for name, plot in plots.items():
+        figure = plot(plt, summary)
+        if figure is not None:
+            path = out / f"{family}_{name}.png"
+            figure.savefig(path)
+            plt.close(figure)
+            written.append(path)
+    return written
+
+
+def name_of(provider: str) -> str:
+    return NAMES.get(provider, provider)
+
+
+def human(elements: float) -> str:
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if elements >= size:
+            return f"{elements / size:.0f}{unit}"
+    return f"{elements:.0f}"
+
+
+def throughput(plt, summary: Summary, swept: str):
+    """TB/s against size, one panel per dtype, the measured copy as the ceiling."""
+    dtypes = list(dict.fromkeys(e.dtype for e in summary.group("sweep")))
+    if not dtypes:
+        return None
+    figure, axes = plt.subplots(
+        1,
+        len(dtypes),
+        figsize=(5.2 * len(dtypes), 3.9),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, dtype in zip(axes[0], dtypes, strict=True):
+        entries = sorted(
+            (e for e in summary.group("sweep") if e.dtype == dtype), key=lambda e: int(e.x_value)
+        )
+        for provider in reversed(STYLES):
+            points = [(int(e.x_value), y) for e in entries if (y := e.tb_per_s(provider))]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name_of(provider), **STYLES[provider])
+        if ceiling := summary.copy_tb_per_s:
+            axis.axhline(ceiling, color=INK, linestyle=(0, (5, 4)), linewidth=1)
+            axis.annotate(
+                f"copy {ceiling:.2f} TB/s", (0.01, ceiling), xytext=(0, 4), fontsize=9,
+                xycoords=("axes fraction", "data"), textcoords="offset points", color=INK,
+            )  # fmt: skip
+        sizes = [int(e.x_value) for e in entries]
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [human(size) for size in sizes])
+        axis.tick_params(axis="x", labelsize=9)
+        axis.minorticks_off()
+        axis.set_xlabel("elements")
+        axis.set_title(f"{swept}, {dtype}")
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("TB/s (reads + writes)")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    axes[0][0].legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(0, 0.6))
+    caption(figure, summary, "GPU time, rotated buffers")
+    return figure
+
+
+def speedup(plt, summary: Summary):
+    """A bar for fusedcuda and a mark for each peer: how many times faster than eager."""
+    entries = [e for e in summary.group("main") if e.ratio("eager", "gpu_cold")]
+    if not entries:
+        return None
+    size = (8.4, 0.27 * len(entries) + 1.1)
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    rows = range(len(entries))
+    values = [e.ratio("eager", "gpu_cold") for e in entries]
+    axis.barh(rows, values, 0.62, color=ACCENT, label=OURS)
+    for row, (entry, value) in enumerate(zip(entries, values, strict=True)):
+        fastest = entry.best_peer("gpu_cold")[1]
+        right = max(value, entry.time("eager", "gpu_cold") / fastest)
+        axis.annotate(
+            f"{value:.2f}x", (right, row), xytext=(8, 0), textcoords="offset points",
+            va="center", fontsize=8, color=ACCENT, fontweight="bold",
+        )  # fmt: skip
+    for provider in (p for p in STYLES if p not in (OURS, "eager")):
+        marks = [
+            (entry.time("eager", "gpu_cold") / us, row)
+            for row, entry in enumerate(entries)
+            if (us := entry.time(provider, "gpu_cold"))
+        ]
+        if marks:
+            style = STYLES[provider]
+            axis.scatter(
+                *zip(*marks, strict=True), s=34, marker=style["marker"], color=style["color"],
+                edgecolors="white", linewidths=0.8, zorder=4, label=name_of(provider),
+            )  # fmt: skip
+    axis.axvline(1, color=INK, linestyle=(0, (5, 4)), linewidth=1)
+    axis.invert_yaxis()
+    axis.set_yticks(rows, [bar_label(e) for e in entries], fontsize=8.5)
+    axis.tick_params(axis="y", length=0, labelcolor=INK)
+    axis.grid(axis="y", visible=False)
+    axis.margins(x=0.1, y=0.01)
+    axis.set_xlim(left=0)
+    axis.set_xlabel("times faster than eager PyTorch (dashed)")
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(
+        handles[-1:] + handles[:-1], labels[-1:] + labels[:-1], loc="outside upper center",
+        ncols=len(labels), fontsize=9,
+    )  # fmt: skip
+    caption(figure, summary, "GPU time, cold buffers")
+    return figure
+
+
+def bar_label(entry: Entry) -> str:
+    return entry.label.removesuffix(" forward")
+
+
+def host(plt, summary: Summary):
+    """Bars: microseconds to enqueue one call, beside a native op of the same arity."""
+    operations = host_operations(summary)
+    modes = [m for m in GRAD_MODES if any(m in by_mode for by_mode in operations.values())]
+    if not modes:
+        return None
+    providers = [
+        p for p in (OURS, "native", "eager", "compile")
+        if any(e.time(p, "host") for e in summary.group("host"))
+    ]  # fmt: skip
+    figure, axes = plt.subplots(
+        1,
+        len(modes),
+        figsize=(3.9 * len(modes), 3.3),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    width = 0.8 / len(providers)
+    for axis, mode in zip(axes[0], modes, strict=True):
+        for index, provider in enumerate(providers):
+            bars = [
+                (i + (index - (len(providers) - 1) / 2) * width, value)
+                for i, by_mode in enumerate(operations.values())
+                if mode in by_mode and (value := by_mode[mode].time(provider, "host"))
+            ]
+            if bars:
+                axis.bar(
+                    *zip(*bars, strict=True), width * 0.92, color=STYLES[provider]["color"],
+                    label=name_of(provider),
+                )  # fmt: skip
+        axis.set_xticks(range(len(operations)), operations, rotation=30, ha="right", fontsize=8.5)
+        axis.tick_params(axis="x", length=0, labelcolor=INK)
+        axis.grid(axis="x", visible=False)
+        axis.set_title(MODE_TITLES[mode])
+    axes[0][0].set_ylabel("us per call, host")
+    axes[0][0].legend(loc="upper left", fontsize=8.5)
+    top = axes[0][0].get_ylim()[1]
+    axes[0][0].set_ylim(0, top * 1.25)
+    caption(figure, summary, "bf16, 4 x 4096, enqueue time only")
+    return figure
+
+
+def caption(figure, summary: Summary, text: str) -> None:
+    versions = f"{summary.fixed['gpu_name']}, torch {summary.environment.get('torch')}"
+    below = -0.1 / figure.get_figheight()  # inches
+    figure.text(0.005, below, f"{versions}. {text}.", fontsize=8, color=MUTED, va="top")

@@ -1,0 +1,220 @@
+// Everything the bindings share: the one place that talks to torch's stable C interface.
+//
+// The hot calls use the C functions directly (sizes and strides by pointer, allocation without the
+// dispatcher): on a small tensor the call is all there is, and torch::stable's conveniences cost a
+// microsecond each.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "../kernels/common/dtype.h"
+#include "../kernels/common/launch.h"
+
+#ifndef FUSEDCUDA_ARCHS
+#define FUSEDCUDA_ARCHS "unknown"
+#endif
+
+namespace fusedcuda {
+
+using torch::stable::Tensor;
+
+// Throws std::runtime_error, which reaches Python as a RuntimeError with this message and nothing
+// else in it.
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+inline void check_shim(AOTITorchError status, const char* what) {
+  if (status != AOTI_TORCH_SUCCESS)
+    fail("fusedcuda: torch refused ", what, "; its message is on stderr");
+}
+
+// A tensor's metadata, borrowed for the length of a call.
+struct View {
+  AtenTensorHandle handle;
+  void* data;
+  const int64_t* sizes;
+  const int64_t* strides;
+  int64_t dim;
+  int32_t dtype;
+  int32_t device_type;
+  int32_t device_index;
+
+  explicit View(const Tensor& tensor) : handle(tensor.get()) {
+    int64_t* mutable_sizes;
+    int64_t* mutable_strides;
+    check_shim(aoti_torch_get_data_ptr(handle, &data), "a data pointer");
+    check_shim(aoti_torch_get_sizes(handle, &mutable_sizes), "a tensor's sizes");
+    check_shim(aoti_torch_get_strides(handle, &mutable_strides), "a tensor's strides");
+    check_shim(aoti_torch_get_dim(handle, &dim), "a tensor's rank");
+    check_shim(aoti_torch_get_dtype(handle, &dtype), "a tensor's dtype");
+    check_shim(aoti_torch_get_device_type(handle, &device_type), "a tensor's device");
+    check_shim(aoti_torch_get_device_index(handle, &device_index), "a tensor's device");
+    sizes = mutable_sizes;
+    strides = mutable_strides;
+  }
+
+  bool on_cpu() const { return device_type == aoti_torch_device_type_cpu(); }
+  // A 0-d CPU tensor goes with tensors of any device: its value travels in the launch parameters.
+  bool is_number() const { return dim == 0 && on_cpu(); }
+
+  bool is_contiguous() const {
+    int64_t stride = 1;
+    for (int64_t d = dim - 1; d >= 0; --d) {
+      if (sizes[d] != 1 && strides[d] != stride) return false;
+      stride *= sizes[d];
+    }
+    return true;
+  }
+};
+
+inline std::string shape_string(const int64_t* sizes, int64_t dim) {
+  std::ostringstream out;
+  out << "(";
+  for (int64_t d = 0; d < dim; ++d) out << (d ? ", " : "") << sizes[d];
+  out << (dim == 1 ? ",)" : ")");
+  return out.str();
+}
+
+inline std::optional<DType> dtype_of(const View& view) {
+  if (view.dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  if (view.dtype == aoti_torch_dtype_float16()) return DType::kFloat16;
+  if (view.dtype == aoti_torch_dtype_float32()) return DType::kFloat32;
+  if (view.dtype == aoti_torch_dtype_float64()) return DType::kFloat64;
+  return std::nullopt;
+}
+
+inline int32_t torch_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case DType::kFloat16:
+      return aoti_torch_dtype_float16();
+    case DType::kFloat32:
+      return aoti_torch_dtype_float32();
+    default:
+      return aoti_torch_dtype_float64();
+  }
+}
+
+// The value of a 0-d CPU tensor.
+inline double number_of(const View& view, DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return static_cast<float>(*static_cast<const c10::BFloat16*>(view.data));
+    case DType::kFloat16:
+      return static_cast<float>(*static_cast<const c10::Half*>(view.data));
+    case DType::kFloat32:
+      return *static_cast<const float*>(view.data);
+    default:
+      return *static_cast<const double*>(view.data);
+  }
+}
+
+inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim,
+                            int32_t dtype, int32_t device_type, int32_t device_index) {
+  AtenTensorHandle handle;
+  check_shim(
+      aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, device_index, &handle),
+      "an allocation");
+  return Tensor(handle);
+}
+
+inline Tensor empty_contiguous(const int64_t* sizes, int64_t dim, int32_t dtype,
+                               int32_t device_type, int32_t device_index) {
+  int64_t strides[64];
+  int64_t stride = 1;
+  for (int64_t d = dim - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= sizes[d] > 0 ? sizes[d] : 1;
+  }
+  return empty_strided(sizes, strides, dim, dtype, device_type, device_index);
+}
+
+// torch.empty_like, which keeps the strides of a contiguous tensor and densifies others.
+inline Tensor empty_like(const Tensor& tensor, const View& view) {
+  if (!view.is_contiguous()) return torch::stable::empty_like(tensor);
+  return empty_strided(view.sizes, view.strides, view.dim, view.dtype, view.device_type,
+                       view.device_index);
+}
+
+// Makes `index` the current device for a scope; free of charge when it already is.
+class __attribute__((visibility("hidden"))) DeviceScope {
+ public:
+  explicit DeviceScope(int32_t index) {
+    int32_t current;
+    check_shim(aoti_torch_get_current_device_index(&current), "the current device");
+    if (current != index) guard_.emplace(index);
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+
+inline cudaStream_t current_stream(int32_t device_index) {
+  void* stream = nullptr;
+  check_shim(aoti_torch_get_current_cuda_stream(device_index, &stream), "the current stream");
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline void throw_on_error(cudaError_t status, const char* op) {
+  if (status == cudaSuccess) return;
+  if (status == cudaErrorNoKernelImageForDevice) {
+    int device = 0, major = 0, minor = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    fail(op, ": fusedcuda was built for ", FUSEDCUDA_ARCHS, ", and this GPU is ", major, ".", minor,
+         "; reinstall with TORCH_CUDA_ARCH_LIST=", major, ".", minor,
+         " pip install --force-reinstall --no-cache-dir .");
+  }
+  fail(op, ": CUDA error: ", cudaGetErrorString(status));
+}
+
+// Whether an environment variable is set to something other than 0.
+inline bool environment_flag(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && *value != '\0' && *value != '0';
+}
+
+// What the choosers want to know about a device, asked for once.
+inline DeviceTraits device_traits(int32_t device_index) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int>
+      cache[kMaxDevices];  // 0: not asked yet; else 2 * multiprocessors + dependent launch
+  DeviceTraits traits;
+  const bool cached = device_index >= 0 && device_index < kMaxDevices;
+  int known = cached ? cache[device_index].load(std::memory_order_relaxed) : 0;
+  if (known == 0) {
+    int major = 0;
+    throw_on_error(
+        cudaDeviceGetAttribute(&traits.num_sms, cudaDevAttrMultiProcessorCount, device_index),
+        "fusedcuda");
+    throw_on_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index),
+                   "fusedcuda");
+    known = 2 * traits.num_sms + (major >= 9);
+    if (cached) cache[device_index].store(known, std::memory_order_relaxed);
+  }
+  traits.num_sms = known / 2;
+  traits.dependent_launch = known % 2 != 0;
+  return traits;
+}
+
+}  // namespace fusedcuda

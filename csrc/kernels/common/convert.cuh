@@ -1,0 +1,48 @@
+// Conversions between storage and compute types. torch's build defines __CUDA_NO_HALF_CONVERSIONS__
+// and friends, so every conversion in the kernels goes through these two functions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "dtype.h"
+
+namespace fusedcuda {
+
+// What an element is computed in: double for double, float for everything else.
+template <typename T>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+template <typename T>
+using Compute = typename ComputeOf<T>::type;
+
+__device__ __forceinline__ double to_compute(double x) { return x; }
+__device__ __forceinline__ float to_compute(float x) { return x; }
+__device__ __forceinline__ float to_compute(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_compute(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_compute(Compute<T> x);
+template <>
+__device__ __forceinline__ double from_compute<double>(double x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ float from_compute<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half from_compute<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_compute<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+}  // namespace fusedcuda

@@ -1,0 +1,22 @@
+// Element types the kernels are instantiated for, as run-time values of the parameter structs.
+#pragma once
+
+namespace fusedcuda {
+
+enum class DType { kFloat64, kFloat32, kFloat16, kBFloat16 };
+
+// The widest load and store of a thread: LDG.E.128, STG.E.128.
+constexpr int kVectorBytes = 16;
+
+inline int size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    default:
+      return 2;
+  }
+}
+
+}  // namespace fusedcuda

@@ -1,0 +1,78 @@
+// One memory transaction of a thread: 16 bytes, the widest load and store there is (LDG.E.128,
+// STG.E.128).
+#pragma once
+
+#include <cstdint>
+
+#include "convert.cuh"
+
+namespace fusedcuda {
+
+// Elements of T a thread handles at once. float64 goes element by element: it is there for
+// gradcheck, not for speed.
+template <typename T>
+constexpr int kVectorWidth = kVectorBytes / static_cast<int>(sizeof(T));
+template <>
+constexpr int kVectorWidth<double> = 1;
+
+template <typename T, int kVec>
+struct alignas(kVec * sizeof(T)) Vector {
+  T values[kVec];
+};
+
+// data must be aligned to the whole vector. Plain loads and stores: of the cache hints,
+// L1::no_allocate and .cs loads cost 7 to 12 % unless the stores are .cs too, and then nothing is
+// gained over no hints at all (H200, 1.2 GB; bench/tuning/pointwise_linear.cu).
+template <typename T, int kVec>
+__device__ __forceinline__ Vector<T, kVec> load_vector(const T* data) {
+  return *reinterpret_cast<const Vector<T, kVec>*>(data);
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void store_vector(T* data, const Vector<T, kVec>& v) {
+  *reinterpret_cast<Vector<T, kVec>*>(data) = v;
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void unpack(const Vector<T, kVec>& v, Compute<T> (&x)[kVec]) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) x[j] = to_compute(v.values[j]);
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ Vector<T, kVec> pack(const Compute<T> (&x)[kVec]) {
+  Vector<T, kVec> v;
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) v.values[j] = from_compute<T>(x[j]);
+  return v;
+}
+
+// The first `valid` of kVec neighbouring elements.
+template <typename T, int kVec>
+__device__ __forceinline__ Vector<T, kVec> load_neighbours(const T* data, int valid) {
+  if (valid == kVec) return load_vector<T, kVec>(data);
+  Vector<T, kVec> v = {};
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    if (j < valid) v.values[j] = data[j];
+  }
+  return v;
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void store_neighbours(T* data, int valid, const Vector<T, kVec>& v) {
+  if (valid == kVec) {
+    store_vector<T, kVec>(data, v);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    if (j < valid) data[j] = v.values[j];
+  }
+}
+
+__device__ __forceinline__ int valid_elements(int64_t left, int vec) {
+  return left < vec ? static_cast<int>(left) : vec;
+}
+
+}  // namespace fusedcuda

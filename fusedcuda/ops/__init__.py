@@ -1,0 +1,1 @@
+"""One module per operator family: public functions, schemas, references, backward."""

@@ -1,0 +1,97 @@
+"""What the compiler made of each kernel: registers, vector accesses, local memory.
+
+python tests/build/sass.py [LIBRARY_OR_CUBIN]    (default: the installed extension)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass
+class Kernel:
+    """The static facts about one compiled kernel."""
+
+    name: str
+    registers: int = 0
+    stack_bytes: int = 0
+    loads_128: int = 0
+    stores_128: int = 0
+    local_accesses: int = 0  # LDL and STL: spills, or arrays that did not fit registers
+
+    @property
+    def function(self) -> str:
+        """The bare name, without namespace and template arguments."""
+        return self.name.split("<")[0].split("::")[-1]
+
+
+def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
+    """Every kernel in a library or cubin that is compiled for `arch`, by demangled name."""
+    found: dict[str, Kernel] = {}
+    for block in _blocks(binary, "-res-usage", arch):
+        for mangled, usage in re.findall(r"Function (\S+):\n\s*(.*)", block):
+            numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK):(\d+)", usage)}
+            found[mangled] = Kernel(mangled, numbers["REG"], numbers["STACK"])
+    for block in _blocks(binary, "-sass", arch):
+        for part in block.split("Function : ")[1:]:
+            mangled, code = part.split("\n", 1)
+            kernel = found[mangled.strip()]
+            kernel.loads_128 += len(re.findall(r"\bLDG\.E(?:\.\w+)*\.128\b", code))
+            kernel.stores_128 += len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code))
+            kernel.local_accesses += len(re.findall(r"\b(?:LDL|STL)\b", code))
+    names = subprocess.run(
+        ["c++filt", "-p"], input="\n".join(found), capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    for kernel, name in zip(found.values(), names, strict=False):
+        kernel.name = name
+    return sorted(found.values(), key=lambda kernel: kernel.name)
+
+
+def _blocks(binary: Path, what: str, arch: str) -> list[str]:
+    """The parts of cuobjdump's output that are about `arch`."""
+    tool = find_cuobjdump()
+    run = subprocess.run([tool, what, binary], capture_output=True, text=True, check=True)
+    blocks = run.stdout.split("\nFatbin elf code:\n")
+    return [block for block in blocks if f"arch = {arch}\n" in block]
+
+
+def find_cuobjdump() -> str:
+    """The CUDA toolkit's, or the one that Triton brings along with torch."""
+    if found := shutil.which("cuobjdump"):
+        return found
+    if triton := importlib.util.find_spec("triton"):
+        bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        if bundled.exists():
+            return str(bundled)
+    raise FileNotFoundError(
+        "cuobjdump was not found: install a CUDA toolkit, or pip install triton"
+    )
+
+
+def table(rows: list[Kernel]) -> str:
+    """One line for each kernel."""
+    head = f"{'regs':>4} {'stack':>5} {'LDG.128':>7} {'STG.128':>7} {'LDL/STL':>7}  kernel"
+    lines = [
+        f"{k.registers:4} {k.stack_bytes:5} {k.loads_128:7} {k.stores_128:7} "
+        f"{k.local_accesses:7}  {k.name}"
+        for k in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        binary = Path(sys.argv[1])
+    else:
+        from fusedcuda._jit import PREBUILT as binary
+    print(table(kernels(binary)))
+
+
+if __name__ == "__main__":
+    main()

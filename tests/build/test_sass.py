@@ -1,0 +1,66 @@
+"""The machine code of the real kernels: 16-byte accesses where they are promised, no spills."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import sass
+import torch
+
+from fusedcuda import _toolchain
+
+# The kernels that move 16 bytes a thread and access; fp64 may use narrower ones.
+VECTOR_KERNELS = {
+    "pointwise_linear_kernel",
+    "pointwise_broadcast_kernel",
+    "pointwise_bwd_kernel",
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(extension: Path) -> list[sass.Kernel]:
+    return sass.kernels(extension)
+
+
+def test_every_vector_kernel_is_there(kernels) -> None:
+    assert {kernel.function for kernel in kernels} >= VECTOR_KERNELS
+
+
+def test_vector_kernels_load_and_store_16_bytes_at_once(kernels) -> None:
+    narrow = [
+        kernel
+        for kernel in kernels
+        if kernel.function in VECTOR_KERNELS
+        and "double" not in kernel.name
+        and not (kernel.loads_128 and kernel.stores_128)
+    ]
+    assert not narrow, "\n" + sass.table(narrow)
+
+
+def test_no_kernel_uses_local_memory(kernels) -> None:
+    spilling = [kernel for kernel in kernels if kernel.local_accesses or kernel.stack_bytes]
+    assert not spilling, "\n" + sass.table(spilling)
+
+
+def test_the_checks_see_narrow_accesses_and_local_memory(real_compilers) -> None:
+    """A kernel that does everything wrong: the tests above must not pass by seeing nothing."""
+    source = real_compilers.root / "bad.cu"
+    source.write_text("""
+        __global__ void bad_kernel(float* x, int n) {
+          float local[512];
+          for (int i = 0; i < 512; ++i) local[i] = x[i * n];
+          x[threadIdx.x] = local[n];
+        }
+        __global__ void good_kernel(float4* x) { x[threadIdx.x + 1] = x[threadIdx.x]; }
+    """)
+    library = real_compilers.root / "libbad.so"
+    nvcc = _toolchain.find_toolchain(_toolchain.describe_torch(torch)).nvcc
+    flags = ["-shared", "-Xcompiler=-fPIC", "-gencode=arch=compute_90a,code=sm_90a"]
+    subprocess.run([nvcc, *flags, "-cudart=none", source, "-o", library], check=True)
+    bad, good = sass.kernels(library)
+    assert (bad.function, bad.loads_128, bad.stores_128) == ("bad_kernel", 0, 0)
+    assert bad.local_accesses > 0
+    assert bad.stack_bytes >= 2048
+    assert (good.function, good.loads_128, good.stores_128) == ("good_kernel", 1, 1)
+    assert good.local_accesses == good.stack_bytes == 0
+    assert good.registers > 0

@@ -1,0 +1,192 @@
+"""What `fusedcuda.explain` says a call would launch; it needs the compiled family but no GPU."""
+
+import itertools
+
+import pytest
+import torch
+from layouts import pitched, shifted, transposed
+from reference import ACT_MUL_PACKED, BROADCASTING, OPS, Op, by_name
+
+import fusedcuda
+from fusedcuda import _jit, _toolchain
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """The family, prebuilt or compiled now; for an H100 or H200 where no GPU is visible."""
+    with pytest.MonkeyPatch.context() as environment:
+        if not torch.cuda.is_available():
+            environment.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+        toolkit = _toolchain.find_cuda_home(_toolchain.describe_torch(torch), [])
+        if toolkit is None and not _jit.PREBUILT.exists():
+            pytest.skip("neither compiled kernels nor a CUDA compiler")
+        fusedcuda.load("pointwise")
+        yield
+
+
+def explain(op: Op, *operands, backward: bool = False):
+    return fusedcuda.explain(getattr(fusedcuda, op.name), *operands, backward=backward)
+
+
+# The output is the last tensor of a forward.
+def access(op: Op, *operands) -> list[str]:
+    return explain(op, *operands).plan["access"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [(torch.float64, 1), (torch.float32, 4), (torch.float16, 8), (torch.bfloat16, 8)],
+    ids=str,
+)
+@pytest.mark.parametrize("op", BROADCASTING, ids=by_name)
+def test_vectors_of_sixteen_bytes(op, dtype, width):
+    """Full operands, also with an odd number of elements and in a transposed layout."""
+    for shape in ((64, 256), (5, 33), (1,), (1_000_003,)):
+        operands = op.random_operands(*shape, dtype=dtype)
+        assert explain(op, *operands).plan["vec"] == width
+        assert set(access(op, *operands)) == {"linear"}
+    operands = [transposed(x) for x in op.random_operands(6, 7, dtype=dtype)]
+    assert set(access(op, *operands)) == {"linear"}
+
+
+@pytest.mark.parametrize("op", BROADCASTING, ids=by_name)
+def test_every_kind_of_operand(op):
+    first, *others = op.random_operands(64, 256)
+    for other, kind in (
+        (torch.randn(256), "inner"),
+        (torch.randn(1, 256), "inner"),
+        (torch.randn(64, 1), "outer"),
+        (0.5, "number"),
+        (torch.tensor(0.5), "number"),
+        (torch.randn(64, 256), "linear"),
+        (torch.randn(64, 1).expand(64, 256), "outer"),
+        (torch.randn(256, 3)[:, 1], "gather"),
+        (transposed(torch.randn(64, 256)), "gather"),
+        (pitched(torch.randn(64, 256)), "gather"),  # rows that are off the 16-byte boundary
+        (shifted(torch.randn(64, 256), 1), "gather"),
+        (torch.randn(64, 264)[:, 4:260], "inner"),  # rows that are on it
+        (shifted(torch.randn(64, 256), 4), "linear"),
+    ):
+        plan = explain(op, first, *(other for _ in others)).plan
+        assert plan["access"] == ["linear", *(kind for _ in others), "linear"]
+        assert plan["path"] == ("linear" if kind in ("linear", "number") else "broadcast")
+
+
+def test_one_unaligned_operand_does_not_slow_the_others_down():
+    a, b, c = torch.randn(3, 64, 256)
+    plan = fusedcuda.explain(fusedcuda.add_mul_act, a, shifted(b, 1), c).plan
+    assert plan["access"] == ["linear", "gather", "linear", "linear"]
+    assert plan["vec"] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_grid_covers_every_element(dtype):
+    """Neither too few threads, nor more than a block of them to spare; a grid may also loop."""
+    for size in (*range(1, 70), 255, 1023, 4095, 4097, 65_537, 1_000_003):
+        plan = fusedcuda.explain(fusedcuda.add_relu, torch.zeros(size, dtype=dtype), 1.0).plan
+        per_block = plan["threads"] * plan["vec"]
+        assert plan["blocks"][0] * per_block >= size
+        assert (plan["blocks"][0] - 1) * per_block < size
+
+
+@pytest.mark.parametrize("op", OPS, ids=by_name)
+def test_nothing_is_launched_for_an_empty_tensor(op):
+    for shape in ((0,), (3, 0, 16), (0, 5)):
+        assert explain(op, *op.random_operands(*shape)).plan["path"] == "empty"
+
+
+@pytest.mark.parametrize(
+    ("vector", "kind"),
+    [
+        ((16,), "columns"),
+        ((1, 1, 1, 16), "columns"),
+        ((12, 16), "columns"),
+        ((3, 4, 12, 1), "rows"),
+        ((3, 1, 1, 1), "rows"),
+        ((4, 1, 1), "rows"),
+        ((), "total"),
+        ((1,), "total"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("op", BROADCASTING, ids=by_name)
+def test_gradients_are_summed_inside_the_backward(op, vector, kind):
+    operands = op.random_operands(3, 4, 12, 16)
+    operands[-1] = torch.randn(vector)
+    (launch,) = explain(op, *operands, backward=True).launches
+    assert launch["gradients"][0] == "full"
+    assert launch["gradients"][-1] == kind
+    assert launch["workspace"] > 0
+    full = explain(op, *op.random_operands(3, 4, 12, 16), backward=True)
+    assert [launch["workspace"] for launch in full.launches] == [0]
+
+
+def test_two_sums_over_different_dimensions_take_two_launches():
+    x, row, column = torch.randn(64, 256), torch.randn(256), torch.randn(64, 1)
+    both = fusedcuda.explain(fusedcuda.act_scale_bias, x, row, row.clone(), backward=True)
+    assert both.plan["gradients"] == ["full", "columns", "columns"]
+    assert len(both.launches) == 1
+    different = fusedcuda.explain(fusedcuda.act_scale_bias, x, row, column, backward=True)
+    kinds = [[k for k in launch["gradients"] if k != "none"] for launch in different.launches]
+    assert sorted(itertools.chain.from_iterable(kinds)) == ["columns", "full", "rows"]
+
+
+def test_summands_share_one_gradient():
+    """add_relu(a, b) sends the same gradient to both: it is written once."""
+    a, b = torch.randn(2, 64, 256)
+    plan = fusedcuda.explain(fusedcuda.add_relu, a, b, backward=True).plan
+    assert plan["gradients"] == ["full", "none"]
+
+
+def test_the_packed_form_reads_its_halves_in_place():
+    gate_up = torch.randn(64, 2 * 128)
+    forward = explain(ACT_MUL_PACKED, gate_up)
+    assert forward.plan["access"] == ["inner", "inner", "linear"]
+    (launch,) = explain(ACT_MUL_PACKED, gate_up, backward=True).launches
+    assert launch["access"] == ["inner", "inner", "linear", "inner", "inner"]
+    odd = explain(ACT_MUL_PACKED, torch.randn(64, 2 * 33)).plan
+    assert odd["access"] == ["gather", "gather", "linear"]
+
+
+def test_bytes_moved():
+    """Each tensor once, a broadcast operand with the bytes that it has."""
+    x, row, half = torch.randn(64, 256), torch.randn(256), torch.randn(64, 256).bfloat16()
+    full = x.nbytes
+    for function, operands, forward, backward in (
+        (fusedcuda.add_relu, (x, x), 3 * full, 2 * full + full),
+        (fusedcuda.add_mul_act, (x, x, x), 4 * full, 4 * full + 2 * full),
+        (fusedcuda.act_scale_bias, (x, row, row), 2 * full + 2048, 3 * full + 3 * 1024),
+        (fusedcuda.bias_act, (x, 1.0), 2 * full, 3 * full),
+        (fusedcuda.act_mul, (half, half), 3 * half.nbytes, 5 * half.nbytes),
+        (fusedcuda.act_mul_packed, (x,), full + full // 2, full + full // 2 + full),
+    ):
+        assert fusedcuda.explain(function, *operands).bytes_moved == forward
+        assert fusedcuda.explain(function, *operands, backward=True).bytes_moved == backward
+
+
+def test_the_text_names_the_op_its_operands_and_how_they_are_read():
+    x, bias = torch.randn(64, 256), torch.randn(256)
+    text = str(fusedcuda.explain(fusedcuda.bias_act, x, bias, "gelu"))
+    assert text.startswith("bias_act: 1 kernel")
+    assert "x: 16-byte vectors" in text
+    assert "bias: 16-byte vectors along aligned rows" in text
+    text = str(
+        fusedcuda.explain(fusedcuda.bias_act, x, bias=bias, activation="gelu", backward=True)
+    )
+    assert "gradient of bias: summed (columns)" in text
+
+
+def test_what_the_call_refuses_explain_refuses():
+    x = torch.randn(4, 8)
+    for error, function, arguments, keywords, message in (
+        (TypeError, torch.relu, (x,), {}, "explain: relu is not an operator of fusedcuda"),
+        (TypeError, fusedcuda.add_relu, (x,), {}, "explain: add_relu: .*'b'"),
+        (TypeError, fusedcuda.add_relu, (x.long(), x), {}, "^add_relu: a must be"),
+        (TypeError, fusedcuda.add_relu, (x, x, "relu"), {}, "add_relu"),
+        (TypeError, fusedcuda.add_relu, (x, x), {"scale": 1.0}, "scale"),
+        (ValueError, fusedcuda.add_relu, (x, x[:3]), {}, "^add_relu: shapes"),
+        (ValueError, fusedcuda.bias_act, (x, 1.0, "swish"), {}, "^bias_act: activation .*'swish'"),
+        (ValueError, fusedcuda.act_mul_packed, (x[:, :7],), {}, "^act_mul_packed: .*even"),
+    ):
+        with pytest.raises(error, match=message):
+            fusedcuda.explain(function, *arguments, **keywords)
