@@ -5,7 +5,7 @@ PYTHON := $(ENV)/bin/python
 PYTHON3 ?= python3
 TORCH ?= torch>=2.10
 SANITIZER ?= compute-sanitizer
-SANITIZED ?= tests/test_pointwise.py tests/test_pointwise_layout.py
+SANITIZED ?= tests/test_sanitize.py
 
 # Where no CUDA toolkit is installed, pip brings nvcc.
 HAVE_NVCC := $(or $(CUDA_HOME),$(wildcard /usr/local/cuda/bin/nvcc),$(shell command -v nvcc))

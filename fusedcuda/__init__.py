@@ -3,6 +3,7 @@
 import torch as _torch  # noqa: F401  (first: a compiled library needs torch's libraries in the process)
 
 from . import _build, _jit, _library, nn
+from ._build import BuildError, kernel_source
 from ._explain import explain
 from ._jit import jit, load
 from ._version import __version__
@@ -17,6 +18,7 @@ from .ops.pointwise import (
 )
 
 __all__ = [
+    "BuildError",
     "__version__",
     "act_mul",
     "act_mul_packed",
@@ -27,6 +29,7 @@ __all__ = [
     "doctor",
     "explain",
     "jit",
+    "kernel_source",
     "load",
     "nn",
 ]

@@ -22,10 +22,9 @@ _H200_SMS = 132
 _ACCESS = {
     "absent": "not written",
     "number": "a number in the launch parameters",
-    "linear": "16-byte vectors, laid out like the output",
-    "inner": "16-byte vectors along aligned rows",
-    "outer": "one value a vector",
-    "gather": "element by element",
+    "splat": "one value for a row of a vector",
+    "vector": "16-byte vectors",
+    "element": "element by element",
 }
 
 
@@ -108,7 +107,7 @@ def explain(
     resolved = resolve(operator.name, given)
     packed = operator.name == "act_mul_packed"
     if packed:
-        reference.act_mul_packed_fake(resolved[0], 0)
+        reference.check_packed(*resolved)
     mask = _gradients_computed(operator.name, given, resolved) if backward else 0
 
     _jit.load(pointwise.FAMILY)

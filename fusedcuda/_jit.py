@@ -215,7 +215,7 @@ def _key(sources: Sources, toolchain: Toolchain, archs: Sequence[Arch]) -> str:
     """Everything the binary depends on; another value of any of it is another build."""
     parts = [
         *(f"{path}\n{source.name}\n{source.text}" for path, source in sorted(sources.items())),
-        " ".join(_build.host_flags(archs) + _build.nvcc_flags(archs)),
+        " ".join(_build.host_flags(archs) + _build.nvcc_flags(archs, jit=True)),
         f"torch {torch.__version__} {torch.version.git_version} cuda {torch.version.cuda}",
         f"{toolchain.cuda_home} {toolchain.nvcc_release} {toolchain.cxx} {toolchain.cxx_version}",
     ]
@@ -281,7 +281,7 @@ def _compile(
                 cuda_sources=[f'#include "csrc/kernels/{family}.cu"'],
                 no_implicit_headers=True,
                 extra_cflags=[shlex.quote(flag) for flag in _build.host_flags(archs)],
-                extra_cuda_cflags=_build.nvcc_flags(archs),
+                extra_cuda_cflags=_build.nvcc_flags(archs, jit=True),
                 extra_ldflags=link_flags,
                 extra_include_paths=[str(path) for path in _build.include_dirs(folder / "csrc")],
                 build_directory=str(folder),

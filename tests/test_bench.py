@@ -42,6 +42,8 @@ class ScriptedBackend:
         us = next(self.cold) if len(calls) == 2 else 1.0  # cold graphs have all the copies
         return SimpleNamespace(us=us, calls=len(calls) * cycles, method="scripted")
 
+    record_uncaptured = record
+
     def sample(self, replay, count: int) -> list[float]:
         self.order.append(replay.us)
         return [replay.us] * count

@@ -34,25 +34,22 @@ inline Activation activation_of(const char* op, int64_t code) {
 // The plan as JSON, for explain() and FUSEDCUDA_PRINT_CONFIG.
 inline std::string describe(const char* name, const PointwiseParams& params,
                             const PointwisePlan& plan, bool is_backward) {
-  const int n = num_operands(params.op);
-  std::ostringstream out;
-  out << "{\"op\": \"" << name << "\", \"path\": \"" << name_of(plan.path)
-      << "\", \"vec\": " << plan.vec << ", \"threads\": " << plan.threads << ", \"blocks\": ["
-      << plan.blocks_x << ", " << plan.blocks_y << "], \"rows\": " << plan.rows
-      << ", \"columns\": " << plan.columns << ", \"sizes\": [";
-  for (int d = 0; d < plan.space.num_dims; ++d) out << (d ? ", " : "") << plan.space.sizes[d];
-  out << "], \"access\": [";
-  for (int t = 0; t < plan.space.num_tensors; ++t)
-    out << (t ? ", " : "") << "\"" << name_of(plan.access[t]) << "\"";
-  out << "]";
+  auto quoted = [](const char* name) { return concat("\"", name, "\""); };
+  std::string result = concat(
+      "{\"op\": ", quoted(name), ", \"path\": ", quoted(name_of(plan.path)),
+      ", \"vec\": ", plan.vec, ", \"threads\": ", plan.threads, ", \"blocks\": [", plan.blocks_x,
+      ", ", plan.blocks_y * plan.blocks_z, "], \"rows\": ", plan.rows,
+      ", \"columns\": ", plan.columns, ", \"sizes\": [",
+      join(plan.space.num_dims, [&](int64_t d) { return plan.space.sizes[d]; }), "], \"access\": [",
+      join(plan.space.num_tensors, [&](int64_t t) { return quoted(name_of(plan.access[t])); }),
+      "]");
   if (is_backward) {
-    out << ", \"gradients\": [";
-    for (int k = 0; k < n; ++k)
-      out << (k ? ", " : "") << "\"" << name_of(plan.gradients[k]) << "\"";
-    out << "], \"workspace\": " << plan.workspace_size;
+    result += concat(", \"gradients\": [",
+                     join(num_operands(params.op),
+                          [&](int64_t k) { return quoted(name_of(plan.gradients[k])); }),
+                     "], \"workspace\": ", plan.workspace_size);
   }
-  out << "}";
-  return out.str();
+  return result + "}";
 }
 
 // One call: what its operands have in common, and the parameters that the launch takes.

@@ -17,9 +17,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "../kernels/common/dtype.h"
 #include "../kernels/common/launch.h"
@@ -32,13 +32,28 @@ namespace fusedcuda {
 
 using torch::stable::Tensor;
 
+// Text is built without iostreams: where the linker takes libstdc++ from an archive, as some Ubuntu
+// toolchains do for JIT-built libraries, a second copy of the stream locale lives beside torch's
+// and printing a number crashes.
+inline std::string text(const std::string& part) { return part; }
+inline std::string text(const char* part) { return part; }
+template <typename Number, typename = std::enable_if_t<std::is_integral_v<Number>>>
+std::string text(Number part) {
+  return std::to_string(part);
+}
+
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::string result;
+  ((result += text(parts)), ...);
+  return result;
+}
+
 // Throws std::runtime_error, which reaches Python as a RuntimeError with this message and nothing
 // else in it.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
+  throw std::runtime_error(concat(parts...));
 }
 
 inline void check_shim(AOTITorchError status, const char* what) {
@@ -85,12 +100,16 @@ struct View {
   }
 };
 
+// "2, 3" for any callable that gives the elements' text.
+template <typename Element>
+std::string join(int64_t count, Element element) {
+  std::string result;
+  for (int64_t i = 0; i < count; ++i) result += concat(i ? ", " : "", element(i));
+  return result;
+}
+
 inline std::string shape_string(const int64_t* sizes, int64_t dim) {
-  std::ostringstream out;
-  out << "(";
-  for (int64_t d = 0; d < dim; ++d) out << (d ? ", " : "") << sizes[d];
-  out << (dim == 1 ? ",)" : ")");
-  return out.str();
+  return concat("(", join(dim, [&](int64_t d) { return sizes[d]; }), dim == 1 ? ",)" : ")");
 }
 
 inline std::optional<DType> dtype_of(const View& view) {

@@ -14,7 +14,16 @@
 
 namespace fusedcuda {
 
-constexpr int kPointwiseThreads = 256;  // a block
+constexpr int kPointwiseThreads = 256;     // a block
+constexpr int kPointwiseSumThreads = 128;  // a block of the kernel with sums
+constexpr int kSumPartialsThreads = 1024;  // a block of the small kernel behind it
+
+// Vectors (on the scalar path: elements) a thread loads before it computes the first. More vectors
+// take registers, and the resident threads they cost are worth more: two are 10 to 20 % slower,
+// four 50 % (H200, bias_act and act_mul_packed of bf16). Single elements are 2 to 4 bytes and need
+// company.
+template <int kVec>
+constexpr int kPointwiseUnroll = kVec > 1 ? 1 : 4;
 
 enum class PointwiseOp {
   kAddAct,        // act(a + b)
@@ -24,6 +33,11 @@ enum class PointwiseOp {
 };
 
 constexpr int kMaxOperands = 3;
+
+// Blocks an SM of the kernel with sums: as many as its registers allow without spilling. It
+// launches exactly one wave of them. A wave and a quarter was 18 % slower (act_scale_bias), and
+// every block leaves partial sums to add up.
+constexpr int blocks_per_sm(PointwiseOp op) { return op == PointwiseOp::kAddAct ? 5 : 4; }
 
 inline int num_operands(PointwiseOp op) {
   return op == PointwiseOp::kAddMulAct || op == PointwiseOp::kActScaleBias ? 3 : 2;
@@ -68,13 +82,14 @@ struct PointwisePlan {
   int vec = 1;      // elements a thread handles at once
   int threads = 0;  // a block
   bool dependent_launch = false;
-  int tile_x = 0;  // column and row paths: threads along the columns
+  int tile_x = 0;     // threads of a block along the columns
+  bool down = false;  // with sums: threads walk down the rows, else along the columns
   int64_t blocks_x = 0;
   int64_t blocks_y = 0;
-  int split = 0;  // leading dimensions of `space` that make up the rows (column and row paths)
+  int64_t blocks_z = 1;
+  int split = 0;  // leading dimensions of `space` that make up the rows
   int64_t rows = 0;
   int64_t columns = 0;
-  bool needs_offsets = false;  // some tensor is neither linear nor a number
   Iteration space;
   Access access[kMaxTensors] = {};
   GradientKind gradients[kMaxOperands] = {};

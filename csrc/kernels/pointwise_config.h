@@ -11,9 +11,13 @@
 namespace fusedcuda {
 namespace pointwise {
 
-// Column and row kernels: enough blocks that the last wave is short, few enough that the partial
-// sums stay below 1 % of the traffic.
-constexpr int kBlocksPerSm = 8;
+// Threads of a block along the columns, the others on neighbouring rows. Without sums a block takes
+// the longest stretch of a row it can (4 KB; 1 % faster than 512 bytes of eight rows). With sums a
+// wider tile means more partial sums.
+constexpr int kTileX = 256;
+constexpr int kSumTileX = 32;
+
+constexpr int64_t kMaxGridY = 65535;
 
 inline int64_t next_power_of_two(int64_t n) {
   int64_t p = 1;
@@ -25,45 +29,68 @@ inline int vector_width_of(DType dtype) {
   return dtype == DType::kFloat64 ? 1 : kVectorBytes / size_of(dtype);
 }
 
-inline bool is_dense(const Iteration& space, int tensor) {
-  int64_t stride = 1;
-  for (int d = space.num_dims - 1; d >= 0; --d) {
-    if (space.strides[tensor][d] != stride) return false;
-    stride *= space.sizes[d];
-  }
-  return true;
-}
-
-// `is_output`: a value cannot be written once for a whole vector.
-inline Access choose_access(const PointwisePlan& plan, const PointwiseTensor& tensor, int index,
-                            int element_size, bool is_output) {
-  if (tensor.data == nullptr) return is_output ? Access::kAbsent : Access::kNumber;
+// Whether a thread can take `vec` columns of every tensor at once: the innermost dimension has
+// whole vectors, and each tensor either has them side by side and aligned, or is constant along
+// them.
+inline bool fits_vectors(const PointwiseParams& params, const PointwisePlan& plan, int num_inputs,
+                         int vec) {
   const Iteration& space = plan.space;
   const int last = space.num_dims - 1;
-  const int64_t* strides = space.strides[index];
-  const bool base_aligned =
-      reinterpret_cast<uintptr_t>(tensor.data) % (plan.vec * element_size) == 0;
-  const bool rows_aligned = plan.rows == 1 || plan.columns % plan.vec == 0;
-  if (base_aligned && rows_aligned && is_dense(space, index)) return Access::kLinear;
-  // A thread's vector starts at a multiple of vec and ends with its row, so it leaves the innermost
-  // dimension only where there are several column dimensions.
-  const bool within_innermost =
-      space.num_dims - plan.split <= 1 || space.sizes[last] % plan.vec == 0;
-  const int64_t innermost_stride = last >= plan.split ? strides[last] : 0;
-  if (within_innermost && innermost_stride == 0 && !is_output) return Access::kOuter;
-  bool aligned = base_aligned;
-  for (int d = 0; d < last; ++d) aligned = aligned && strides[d] % plan.vec == 0;
-  if (within_innermost && innermost_stride == 1 && aligned) return Access::kInner;
-  return Access::kGather;
-}
-
-inline bool is_plain(const PointwisePlan& plan) {
-  for (int t = 0; t < plan.space.num_tensors; ++t) {
-    const Access access = plan.access[t];
-    if (access != Access::kLinear && access != Access::kNumber && access != Access::kAbsent)
-      return false;
+  if (last < plan.split || space.sizes[last] % vec != 0) return false;
+  for (int t = 0; t < space.num_tensors; ++t) {
+    if (plan.access[t] == Access::kAbsent || plan.access[t] == Access::kNumber) continue;
+    const int64_t* strides = space.strides[t];
+    if (strides[last] == 0 && t < num_inputs) continue;
+    if (strides[last] != 1) return false;
+    if (reinterpret_cast<uintptr_t>(params.tensors[t].data) % kVectorBytes != 0) return false;
+    for (int d = 0; d < last; ++d) {
+      if (strides[d] % vec != 0) return false;
+    }
   }
   return true;
+}
+
+// Fills plan->vec and plan->access; tensors from num_inputs on are outputs, and `written` tells
+// which are wanted.
+inline void choose_access(const PointwiseParams& params, int num_inputs, unsigned written,
+                          PointwisePlan* plan) {
+  const Iteration& space = plan->space;
+  for (int t = 0; t < space.num_tensors; ++t) {
+    const bool is_output = t >= num_inputs;
+    const bool absent = is_output && !(written >> (t - num_inputs) & 1);
+    if (absent) {
+      plan->access[t] = Access::kAbsent;
+    } else {
+      plan->access[t] = params.tensors[t].data == nullptr ? Access::kNumber : Access::kElement;
+    }
+  }
+  const int width = vector_width_of(params.dtype);
+  if (width == 1 || !fits_vectors(params, *plan, num_inputs, width)) return;
+  plan->vec = width;
+  for (int t = 0; t < space.num_tensors; ++t) {
+    if (plan->access[t] != Access::kElement) continue;
+    plan->access[t] = space.strides[t][space.num_dims - 1] == 0 ? Access::kSplat : Access::kVector;
+  }
+}
+
+// Whether the linear kernel applies: one dimension, which every tensor walks in steps of one from
+// an aligned start.
+inline bool is_linear(const PointwiseParams& params, const PointwisePlan& plan) {
+  if (params.dtype == DType::kFloat64) return false;  // there for gradcheck, not for speed
+  if (plan.space.num_dims > 1) return false;
+  for (int t = 0; t < plan.space.num_tensors; ++t) {
+    if (params.tensors[t].data == nullptr) continue;
+    if (plan.space.num_dims == 1 && plan.space.strides[t][0] != 1) return false;
+    if (reinterpret_cast<uintptr_t>(params.tensors[t].data) % kVectorBytes != 0) return false;
+  }
+  return true;
+}
+
+inline void count_rows_and_columns(PointwisePlan* plan) {
+  plan->rows = plan->columns = 1;
+  for (int d = 0; d < plan->space.num_dims; ++d) {
+    (d < plan->split ? plan->rows : plan->columns) *= plan->space.sizes[d];
+  }
 }
 
 // Dimensions over which the gradient `index` is summed.
@@ -104,35 +131,42 @@ inline int64_t innermost_dimension(const RawIteration& raw, int leader) {
   return innermost;
 }
 
+// Without sums: blocks_x covers the columns, blocks_y and blocks_z the rows.
 inline void choose_grid(const DeviceTraits& device, PointwisePlan* plan) {
+  const int unroll = plan->vec > 1 ? kPointwiseUnroll<8> : kPointwiseUnroll<1>;
   const int64_t vectors = ceil_div(plan->columns, plan->vec);
-  const int64_t target = static_cast<int64_t>(device.num_sms) * kBlocksPerSm;
   plan->threads = kPointwiseThreads;
   plan->dependent_launch = device.dependent_launch;
-  switch (plan->path) {
-    case PointwisePath::kColumns: {
-      // A warp covers 512 consecutive bytes of a row, or several narrow rows.
-      plan->tile_x = static_cast<int>(std::min<int64_t>(kWarpSize, next_power_of_two(vectors)));
-      const int tile_y = kPointwiseThreads / plan->tile_x;
-      plan->blocks_x = ceil_div(vectors, plan->tile_x);
-      plan->blocks_y = std::clamp<int64_t>(target / plan->blocks_x, 1,
-                                           std::min<int64_t>(65535, ceil_div(plan->rows, tile_y)));
-      break;
-    }
-    case PointwisePath::kRows: {
-      // Short rows: several a warp. Long rows: a block each, in slices if there are few.
-      const int64_t width = next_power_of_two(vectors);
-      plan->tile_x = width <= kWarpSize ? static_cast<int>(width) : kPointwiseThreads;
-      plan->blocks_x = ceil_div(plan->rows, kPointwiseThreads / plan->tile_x);
-      plan->blocks_y = std::clamp<int64_t>(
-          target / plan->blocks_x, 1, std::min<int64_t>(65535, ceil_div(vectors, plan->tile_x)));
-      break;
-    }
-    default:
-      plan->tile_x = kPointwiseThreads;
-      plan->blocks_x = ceil_div(vectors, plan->threads);
-      plan->blocks_y = 1;
+  const int64_t width = next_power_of_two(ceil_div(vectors, unroll));
+  plan->tile_x =
+      static_cast<int>(std::min<int64_t>(plan->rows > 1 ? kTileX : kPointwiseThreads, width));
+  plan->blocks_x = ceil_div(vectors, static_cast<int64_t>(plan->tile_x) * unroll);
+  const int64_t row_tiles = ceil_div(plan->rows, kPointwiseThreads / plan->tile_x);
+  plan->blocks_z = ceil_div(row_tiles, kMaxGridY);
+  plan->blocks_y = ceil_div(row_tiles, plan->blocks_z);
+}
+
+// With sums: blocks_x covers the side on which threads stand still, blocks_y slices the side along
+// which they walk. The slices are bounded, since each leaves partial sums.
+inline void choose_sum_grid(const DeviceTraits& device, PointwiseOp op, PointwisePlan* plan) {
+  const int64_t vectors = ceil_div(plan->columns, plan->vec);
+  const int64_t width = next_power_of_two(vectors);
+  plan->threads = kPointwiseSumThreads;
+  plan->dependent_launch = device.dependent_launch;
+  plan->down = plan->path == PointwisePath::kColumns;
+  int64_t slices;
+  if (plan->down) {
+    plan->tile_x = static_cast<int>(std::min<int64_t>(kSumTileX, width));
+    plan->blocks_x = ceil_div(vectors, plan->tile_x);
+    slices = ceil_div(plan->rows, static_cast<int64_t>(kPointwiseSumThreads / plan->tile_x));
+  } else {
+    // Short rows: several a warp. Long rows: a block each, in slices.
+    plan->tile_x = width <= kWarpSize ? static_cast<int>(width) : kPointwiseSumThreads;
+    plan->blocks_x = ceil_div(plan->rows, kPointwiseSumThreads / plan->tile_x);
+    slices = ceil_div(vectors, static_cast<int64_t>(plan->tile_x));
   }
+  const int64_t enough = static_cast<int64_t>(device.num_sms) * blocks_per_sm(op) / plan->blocks_x;
+  plan->blocks_y = std::clamp<int64_t>(slices, 1, std::clamp<int64_t>(enough, 1, kMaxGridY));
 }
 
 }  // namespace pointwise
@@ -143,19 +177,25 @@ inline bool choose_pointwise_config(const PointwiseParams& params, const DeviceT
   const int output = num_operands(params.op);
   *plan = PointwisePlan();
   if (!merge_dimensions(params.space, 0, output, output, &plan->space, &plan->split)) return false;
-  plan->rows = 1;
-  plan->columns = plan->space.numel();
-  if (plan->columns == 0) return true;
-  plan->vec = vector_width_of(params.dtype);
-  plan->threads = kPointwiseThreads;
-  for (int t = 0; t <= output; ++t) {
-    plan->access[t] =
-        choose_access(*plan, params.tensors[t], t, size_of(params.dtype), t == output);
+  if (plan->space.numel() == 0) return true;
+  if (is_linear(params, *plan)) {
+    plan->path = PointwisePath::kLinear;
+    plan->vec = vector_width_of(params.dtype);
+    plan->rows = 1;
+    plan->columns = plan->space.numel();
+    for (int t = 0; t <= output; ++t) {
+      plan->access[t] = params.tensors[t].data == nullptr ? Access::kNumber : Access::kVector;
+    }
+    plan->dependent_launch = device.dependent_launch;
+    plan->threads = plan->tile_x = kPointwiseThreads;
+    plan->blocks_x = ceil_div(plan->columns, static_cast<int64_t>(kPointwiseThreads) * plan->vec);
+    plan->blocks_y = 1;
+    return true;
   }
-  // float64 is there for gradcheck, not for speed: it has no linear kernel.
-  const bool linear = is_plain(*plan) && params.dtype != DType::kFloat64;
-  plan->path = linear ? PointwisePath::kLinear : PointwisePath::kBroadcast;
-  plan->needs_offsets = !is_plain(*plan);
+  plan->path = PointwisePath::kBroadcast;
+  plan->split = std::max(plan->space.num_dims - 1, 0);
+  count_rows_and_columns(plan);
+  choose_access(params, output, 1, plan);
   choose_grid(device, plan);
   return true;
 }
@@ -220,24 +260,20 @@ inline bool choose_pointwise_bwd_config(const PointwiseParams& params, unsigned 
   }
   if (!merge_dimensions(raw, outer, outer_leader, inner_leader, &plan->space, &plan->split))
     return false;
-  plan->rows = plan->columns = 1;
-  for (int d = 0; d < plan->space.num_dims; ++d) {
-    (d < plan->split ? plan->rows : plan->columns) *= plan->space.sizes[d];
-  }
+  if (plan->path == PointwisePath::kBroadcast) plan->split = std::max(plan->space.num_dims - 1, 0);
+  count_rows_and_columns(plan);
   if (plan->rows * plan->columns == 0) {
     plan->path = PointwisePath::kEmpty;
     return true;
   }
-  plan->vec = vector_width_of(params.dtype);
-  plan->threads = kPointwiseThreads;
-  for (int t = 0; t < raw.num_tensors; ++t) {
-    const bool is_output = t > n;
-    PointwiseTensor tensor = params.tensors[t];
-    if (is_output && plan->gradients[t - n - 1] != GradientKind::kFull) tensor.data = nullptr;
-    plan->access[t] = choose_access(*plan, tensor, t, size_of(params.dtype), is_output);
+  unsigned written = 0;
+  for (int k = 0; k < n; ++k) written |= (plan->gradients[k] == GradientKind::kFull) << k;
+  choose_access(params, n + 1, written, plan);
+  if (plan->path == PointwisePath::kBroadcast) {
+    choose_grid(device, plan);
+    return true;
   }
-  plan->needs_offsets = !is_plain(*plan);
-  choose_grid(device, plan);
+  choose_sum_grid(device, params.op, plan);
   int64_t most_values = 1;
   for (int k = 0; k < n; ++k) {
     switch (plan->gradients[k]) {

@@ -134,13 +134,18 @@ def gradients_fake(num_operands: int) -> Callable[..., list[Tensor]]:
     return fake
 
 
-def act_mul_packed_fake(gate_up: Tensor, activation: int) -> Tensor:
-    check_dtype("act_mul_packed", "gate_up", gate_up)
+def check_packed(gate_up: Tensor) -> None:
+    """``ValueError`` unless gate and up lie side by side in the last dimension."""
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2 != 0:
         raise ValueError(
             f"act_mul_packed: the last dimension of gate_up must be even, gate and up side by "
             f"side; got shape {tuple(gate_up.shape)}"
         )
+
+
+def act_mul_packed_fake(gate_up: Tensor, activation: int) -> Tensor:
+    check_dtype("act_mul_packed", "gate_up", gate_up)
+    check_packed(gate_up)
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 

@@ -140,6 +140,8 @@ def _call(operator: _Operator, operands: tuple[Any, ...], *activation: int) -> T
         )  # what raw(...) calls, half a microsecond cheaper
     except (AttributeError, TypeError, ValueError, RuntimeError):
         resolved = resolve(operator.name, dict(zip(operator.operands, operands, strict=True)))
+        if operator.name == "act_mul_packed":
+            reference.check_packed(*resolved)
         if all(new is old for new, old in zip(resolved, operands, strict=True)):
             raise
     return _call(operator, tuple(resolved), *activation)

@@ -87,6 +87,12 @@ class Machine:
         )
         return self.script(home / "bin" / "nvcc", text)
 
+    def remove_nvcc(self) -> None:
+        """No toolkit anywhere, also not the one that pip may have installed beside torch."""
+        self.monkeypatch.delenv("CUDA_HOME")
+        nowhere = property(lambda torch_info: self.root / "no-such-toolkit")
+        self.monkeypatch.setattr(_toolchain.TorchInfo, "pip_toolkit", nowhere)
+
     def script(self, path: Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -47,7 +47,7 @@ def check(report, name: str):
 
 
 def test_without_gpu_everything_still_works_on_the_cpu(machine) -> None:
-    machine.monkeypatch.delenv("CUDA_HOME")
+    machine.remove_nvcc()
     report = doctor.doctor()
     assert report.ok
     assert report.verdict == "No GPU is usable here: every op runs its CPU reference."
@@ -68,7 +68,7 @@ def test_gpu_with_compilers_compiles_at_first_use(machine, monkeypatch) -> None:
 
 def test_gpu_without_extension_and_compiler_is_a_problem(machine, monkeypatch) -> None:
     add_gpu(monkeypatch)
-    monkeypatch.delenv("CUDA_HOME")
+    machine.remove_nvcc()
     _jit.BUILD_INFO.write_text('{"built": false, "reason": "nvcc was not found there"}')
     report = doctor.doctor()
     assert not report.ok
@@ -80,7 +80,7 @@ def test_gpu_without_extension_and_compiler_is_a_problem(machine, monkeypatch) -
 def test_extension_for_this_gpu_needs_no_compiler(machine, monkeypatch) -> None:
     add_gpu(monkeypatch)
     add_extension(monkeypatch, "8.0;9.0a")
-    monkeypatch.delenv("CUDA_HOME")
+    machine.remove_nvcc()
     report = doctor.doctor()
     assert report.ok
     assert report.verdict == "The CUDA kernels are built and ready."
@@ -167,9 +167,9 @@ def test_command_line_prints_the_report_as_text_and_as_json(capsys) -> None:
     assert {c["name"] for c in report["checks"]} >= {"GPU", "torch", "nvcc", "cuBLASLt", "cache"}
 
 
-def test_command_line_fails_where_cuda_cannot_work(monkeypatch, capsys) -> None:
+def test_command_line_fails_where_cuda_cannot_work(machine, monkeypatch, capsys) -> None:
     add_gpu(monkeypatch)
-    monkeypatch.delenv("CUDA_HOME")
+    machine.remove_nvcc()
     assert __main__.main(["doctor"]) == 1
     assert "cannot be used until" in capsys.readouterr().out
 

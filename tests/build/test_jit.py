@@ -131,7 +131,7 @@ def test_killed_compiler_is_recognised(machine) -> None:
 
 
 def test_missing_toolchain_names_the_family_and_why_nothing_was_prebuilt(machine) -> None:
-    machine.monkeypatch.delenv("CUDA_HOME")
+    machine.remove_nvcc()
     info = machine.root / "info.json"
     info.write_text('{"built": false, "reason": "FUSEDCUDA_BUILD=0 was set"}')
     machine.monkeypatch.setattr(_jit, "BUILD_INFO", info)

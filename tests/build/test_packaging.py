@@ -160,7 +160,11 @@ def test_without_torch_the_package_installs_and_says_why_it_has_no_kernels(proje
 def test_without_nvcc_the_reason_is_recorded(project, machine) -> None:
     machine.monkeypatch.setenv("CUDA_HOME", "/nowhere")
     toolchain = project.root / "fusedcuda" / "_toolchain.py"
-    toolchain.write_text(toolchain.read_text().replace("/usr/local/cuda", "/nowhere"))
+    text = toolchain.read_text()
+    assert "/usr/local/cuda" in text
+    assert '"nvidia" /' in text
+    text = text.replace("/usr/local/cuda", "/nowhere").replace('"nvidia" /', '"nowhere" /')
+    toolchain.write_text(text)
     run = project.setup("build_ext", "--inplace")
     assert run.returncode == 0, run.stderr
     assert not project.library.exists()

@@ -67,7 +67,7 @@ def test_toolkit_without_headers_does_not_count(machine, about) -> None:
 
 
 def test_missing_nvcc_is_explained_with_a_command(machine, about) -> None:
-    machine.monkeypatch.delenv("CUDA_HOME")
+    machine.remove_nvcc()
     with pytest.raises(BuildError, match=r"nvcc was not found") as error:
         _toolchain.find_toolchain(about)
     assert "pip install 'cuda-toolkit[nvcc,cccl]==13.0.*'" in str(error.value)

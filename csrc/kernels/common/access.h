@@ -1,17 +1,14 @@
-// The ways to reach a vector of neighbouring elements of a tensor; chosen on the host, followed on
-// the device.
+// The ways a thread reaches its elements of a tensor; chosen on the host, followed on the device.
 #pragma once
 
 namespace fusedcuda {
 
 enum class Access {
-  kAbsent,  // an output nobody asked for
-  kNumber,  // the value travels in the parameters
-  kLinear,  // laid out like the iteration space: one vector at the linear index
-  kInner,   // innermost stride 1, aligned rows: one vector at its row's offset (a bias, a half of a
-            // packed tensor)
-  kOuter,   // innermost stride 0: one element for the whole vector (a value per row)
-  kGather,  // anything else: element by element
+  kAbsent,   // an output nobody asked for
+  kNumber,   // the value travels in the launch parameters
+  kSplat,    // constant along the columns: one element for the whole vector (a value per row)
+  kVector,   // neighbouring columns are neighbours in memory and aligned: one 16-byte access
+  kElement,  // any stride: one element at a time
 };
 
 inline const char* name_of(Access access) {
@@ -20,14 +17,12 @@ inline const char* name_of(Access access) {
       return "absent";
     case Access::kNumber:
       return "number";
-    case Access::kLinear:
-      return "linear";
-    case Access::kInner:
-      return "inner";
-    case Access::kOuter:
-      return "outer";
+    case Access::kSplat:
+      return "splat";
+    case Access::kVector:
+      return "vector";
     default:
-      return "gather";
+      return "element";
   }
 }
 

@@ -2,8 +2,6 @@
 // STG.E.128).
 #pragma once
 
-#include <cstdint>
-
 #include "convert.cuh"
 
 namespace fusedcuda {
@@ -45,34 +43,6 @@ __device__ __forceinline__ Vector<T, kVec> pack(const Compute<T> (&x)[kVec]) {
 #pragma unroll
   for (int j = 0; j < kVec; ++j) v.values[j] = from_compute<T>(x[j]);
   return v;
-}
-
-// The first `valid` of kVec neighbouring elements.
-template <typename T, int kVec>
-__device__ __forceinline__ Vector<T, kVec> load_neighbours(const T* data, int valid) {
-  if (valid == kVec) return load_vector<T, kVec>(data);
-  Vector<T, kVec> v = {};
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    if (j < valid) v.values[j] = data[j];
-  }
-  return v;
-}
-
-template <typename T, int kVec>
-__device__ __forceinline__ void store_neighbours(T* data, int valid, const Vector<T, kVec>& v) {
-  if (valid == kVec) {
-    store_vector<T, kVec>(data, v);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    if (j < valid) data[j] = v.values[j];
-  }
-}
-
-__device__ __forceinline__ int valid_elements(int64_t left, int vec) {
-  return left < vec ? static_cast<int>(left) : vec;
 }
 
 }  // namespace fusedcuda
