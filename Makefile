@@ -14,7 +14,8 @@ EXTRAS := dev$(if $(HAVE_NVCC),,$(comma)nvcc)
 
 # The installation is editable, so only what changes the extension or its dependencies repeats it.
 INSTALLED := $(ENV)/.fusedcuda-installed
-BUILT_FROM := $(shell find csrc -type f) setup.py pyproject.toml fusedcuda/_build.py
+BUILT_FROM := $(shell find csrc -type f) \
+  setup.py pyproject.toml fusedcuda/_build.py fusedcuda/_toolchain.py
 
 CXX_SOURCES = $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
@@ -25,11 +26,17 @@ help:
 	@echo "make test        run the tests (those that need a GPU only where there is one)"
 	@echo "make test-gpu    run only the tests that need a GPU"
 	@echo "make bench       measure on this GPU, against eager, torch.compile and Triton"
-	@echo "make sanitize    run GPU tests under compute-sanitizer"
+	@echo "make sanitize    run tests/test_sanitize.py under memcheck, racecheck and initcheck"
 	@echo "make sass        registers, vector accesses and spills of every kernel"
-	@echo "make format lint install clean"
+	@echo "make install     install torch and this checkout, kernels built, into $(ENV)"
+	@echo "make format      rewrite Python with ruff and C++ with clang-format"
+	@echo "make lint        check what format would change, and the types with mypy"
+	@echo "make clean       delete what was built; the next target that needs it builds again"
 
-install: $(INSTALLED)
+# By name it always runs, so that it takes up a changed FUSEDCUDA_BUILD or TORCH_CUDA_ARCH_LIST.
+install:
+	@rm -f $(INSTALLED)
+	@$(MAKE) --no-print-directory $(INSTALLED)
 
 .venv/bin/python:
 	$(PYTHON3) -m venv .venv
@@ -41,39 +48,39 @@ $(INSTALLED): $(PYTHON) $(BUILT_FROM)
 	$(PYTHON) -m pip install --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: install
+demo: $(INSTALLED)
 	$(PYTHON) -m fusedcuda demo
 
-test: install
+test: $(INSTALLED)
 	$(PYTHON) -m pytest
 
-test-gpu: install
+test-gpu: $(INSTALLED)
 	$(PYTHON) -m pytest -m "gpu or gpus"
 
-bench: install
+bench: $(INSTALLED)
 	$(PYTHON) -m bench
 
 # The caching allocator would hide accesses outside of a tensor.
-sanitize: install
+sanitize: $(INSTALLED)
 	for tool in memcheck racecheck initcheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
 	    $(PYTHON) -m pytest -m gpu $(SANITIZED) || exit 1; \
 	done
 
-sass: install
+sass: $(INSTALLED)
 	$(PYTHON) tests/build/sass.py
 
-format: install
+format: $(INSTALLED)
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 	$(ENV)/bin/clang-format -i $(CXX_SOURCES)
 
-lint: install
+lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(ENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(PYTHON) -m mypy
 
 clean:
-	rm -rf build dist *.egg-info fusedcuda/_C.abi3.so fusedcuda/_build_info.json .venv/.fusedcuda-installed
+	rm -rf build dist *.egg-info fusedcuda/_C.abi3.so fusedcuda/_build_info.json $(INSTALLED)
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -68,15 +68,20 @@ class BuildKernels(build_ext):
             if wanted == "1":
                 raise SystemExit(f"fusedcuda: {error}") from None
             print(f"fusedcuda: installing without CUDA kernels: {error}", file=sys.stderr)
+            (self.package_folder / "_C.abi3.so").unlink(missing_ok=True)  # of an earlier build
             self.record({"built": False, "reason": str(error)})
         else:
             self.record(self.compile(torch, toolchain))
 
+    @property
+    def package_folder(self) -> Path:
+        """Where the extension goes: into the checkout, or into the wheel that is being made."""
+        return (ROOT if self.inplace else Path(self.build_lib)) / "fusedcuda"
+
     def record(self, info: dict[str, object]) -> None:
         """Leaves a note for the doctor, and for the first op that finds no kernel."""
-        folder = (ROOT if self.inplace else Path(self.build_lib)) / "fusedcuda"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "_build_info.json").write_text(json.dumps(info, indent=1) + "\n")
+        self.package_folder.mkdir(parents=True, exist_ok=True)
+        (self.package_folder / "_build_info.json").write_text(json.dumps(info, indent=1) + "\n")
 
     def compile(
         self, torch: types.ModuleType, toolchain: _toolchain.Toolchain
@@ -109,7 +114,9 @@ class BuildKernels(build_ext):
                 )
             ]
             command = cpp_extension.BuildExtension(self.distribution)
-            command.inplace, command.force = self.inplace, self.force
+            # Ninja knows what is out of date; setuptools would look at the two sources alone, not
+            # at headers and flags.
+            command.inplace, command.force = self.inplace, True
             command.build_lib, command.build_temp = self.build_lib, self.build_temp
             command.ensure_finalized()
             try:

@@ -48,10 +48,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from ._build import FAMILIES, BuildError
+    from ._build import FAMILIES, BuildError, check_family
     from ._jit import load
 
     try:
+        for family in options.family:
+            check_family("build", family)
         for family in options.family or FAMILIES:
             print(f"{family}: {load(family, verbose=options.verbose)}")
     except (BuildError, ValueError) as error:

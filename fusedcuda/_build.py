@@ -88,9 +88,10 @@ def sources_digest() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-def check_family(family: str) -> None:
+def check_family(caller: str, family: str) -> None:
     if family not in FAMILIES:
-        raise ValueError(f"unknown kernel family {family!r}; there is {', '.join(FAMILIES)}")
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{caller}: unknown kernel family {family!r}; there is {known}")
 
 
 # ---- Architectures -------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Explanation:
             blocks = "x".join(str(b) for b in launch["blocks"])
             lines.append(
                 f"  {launch['path']}: {blocks} blocks of {launch['threads']} threads, "
-                f"{launch['vec']} elements a vector"
+                f"{_width(launch['vec'])}"
             )
             for name, access in zip(launch["tensors"], launch["access"], strict=True):
                 if access != "absent":
@@ -119,6 +119,10 @@ def explain(
     tensors = (*names, "grad", *gradients) if backward else (*names, "output")
     launches = tuple({**plan, "tensors": tensors} for plan in json.loads(plans))
     return Explanation(operator.name, launches, _bytes_moved(operator.name, resolved, mask))
+
+
+def _width(elements: int) -> str:
+    return f"{elements} elements at once" if elements > 1 else "single elements"
 
 
 def _gradients_computed(name: str, given: dict[str, Any], operands: list[Tensor]) -> int:

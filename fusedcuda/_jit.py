@@ -87,7 +87,7 @@ def load(family: str, *, force: bool = False, verbose: bool = False) -> Path:
     Returns:
         The path of the loaded library.
     """
-    _build.check_family(family)
+    _build.check_family("load", family)
     with _building:
         if family in prebuilt.families and family not in _loaded:
             _loaded[family] = PREBUILT
@@ -129,8 +129,9 @@ def jit(
 
     Change some text of the original, wherever it stands in the kernel or its headers::
 
-        edited = fusedcuda.jit("pointwise", replace={"Threads = 256": "Threads = 128"})
-        y = fusedcuda.add_relu(a, b)  # runs the edited kernel
+        two_vectors_a_thread = {"kVec > 1 ? 1 : 4": "kVec > 1 ? 2 : 4"}
+        edited = fusedcuda.jit("pointwise", replace=two_vectors_a_thread)
+        y = fusedcuda.bias_act(x, bias)  # runs the edited kernel
         edited.restore()  # back to the original; a `with` block does this by itself
 
     or write the kernel anew: `kernel` takes the whole source, as text or as a path, and can include
@@ -138,7 +139,8 @@ def jit(
     `fusedcuda.kernel_source("pointwise")`.
 
     A mistake raises a RuntimeError with the message of the compiler; the kernels in use before stay
-    in use. torch notes once on stderr that kernels were overridden: that is the purpose.
+    in use. The first time, torch warns on stderr of a "previously registered kernel" that is
+    overridden; that is what this function is for.
 
     Args:
         family: such as "pointwise".
@@ -147,7 +149,7 @@ def jit(
         replace: {old: new} pieces of text, applied to all sources; each must occur in one.
         verbose: show the compiler's commands and output.
     """
-    _build.check_family(family)
+    _build.check_family("jit", family)
     sources = read_sources(family)
     for given, original in (
         (kernel, _build.kernel_source(family)),
@@ -195,7 +197,11 @@ def _given_source(given: str | Path, original: Path) -> Source:
 def _replaced(sources: Sources, old: str, new: str) -> Sources:
     """The sources with `new` in place of `old`; the files that this changes are called edited."""
     if not any(old in source.text for source in sources.values()):
-        raise ValueError(f"jit: {old!r} does not occur in {', '.join(sorted(sources))}")
+        kernel, binding = (path for path in sources if not path.endswith((".h", ".cuh")))
+        raise ValueError(
+            f"jit: {old!r} occurs neither in {kernel} nor in {binding} nor in the headers of "
+            f"{_build.csrc_dir()}. It must match the text there, line breaks and spaces included"
+        )
     return {
         path: Source(f"{Path(path).name} (edited)", source.text.replace(old, new))
         if old in source.text
@@ -250,7 +256,7 @@ def _compiled(family: str, sources: Sources, verbose: bool) -> Path:
         for line in filter(None, (*toolchain.notes, note)):
             _cache.say(line)
         _cache.say(
-            f"compiling {family!r} for {', '.join(a.sm for a in archs)} (10 to 30 s, once) ..."
+            f"compiling {family!r} for {', '.join(a.sm for a in archs)} (about 15 s, once) ..."
         )
         started = time.monotonic()
         with _cache.new_entry(entry) as folder:

@@ -81,7 +81,7 @@ def _compile_and_call(family: str, name: str) -> Callable[..., Any]:
     return stub
 
 
-_functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+functorch_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -91,30 +91,34 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     against 8 us a call on a slow core). It is only needed under functorch transforms. (Dynamo wants
     to see ``function.apply``; the callers take care of that.)
     """
-    if _functorch_active():
+    if functorch_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for ``Function.backward``: differentiating its results again raises.
+def first_order_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for ``backward(ctx, grad, *saved)`` of ``op``: a second derivative raises.
 
     Stricter than torch's ``once_differentiable``, which only notices when the incoming gradient
     requires one and lets a gradient penalty lose its second-order term.
     """
 
-    @functools.wraps(backward)
-    def checked(ctx: Any, grad: torch.Tensor) -> Any:
-        gradients = backward(ctx, grad)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return gradients
-        sources = (grad, *ctx.saved_tensors)
-        return tuple(
-            _FirstOrderOnly.apply(g, *sources) if isinstance(g, torch.Tensor) else g
-            for g in gradients
-        )
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def checked(ctx: Any, grad: torch.Tensor) -> Any:
+            saved = ctx.saved_tensors  # unpacked once: checkpointing allows no second time
+            gradients = backward(ctx, grad, *saved)
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return gradients
+            sources = (grad, *saved)
+            return tuple(
+                _FirstOrderOnly.apply(op, g, *sources) if isinstance(g, torch.Tensor) else g
+                for g in gradients
+            )
 
-    return checked
+        return checked
+
+    return decorate
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -123,17 +127,17 @@ class _FirstOrderOnly(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(op: str, gradient: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         return gradient.detach().view_as(gradient)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.op = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         raise RuntimeError(
-            "fusedcuda: a second derivative was asked for (create_graph=True), but the fused "
+            f"{ctx.op}: a second derivative was asked for (create_graph=True), but the fused "
             "operators are differentiable once. Use the unfused torch operators where you need "
             "second derivatives."
         )

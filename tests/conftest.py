@@ -12,8 +12,6 @@ SEED_VARIABLE = "FUSEDCUDA_TEST_SEED"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "gpus(n): needs n CUDA devices")
     # In the environment, so that the workers of pytest-xdist draw the same inputs.
     os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(2**31)))
 

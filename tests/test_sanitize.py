@@ -1,7 +1,7 @@
 """A short run through every kernel and access, for compute-sanitizer (`make sanitize`).
 
-Under memcheck a launch takes a hundred times as long, so this is one small case of each kind instead
-of the whole suite. Sizes are chosen to end inside vectors, warps, tiles and blocks.
+Under memcheck a launch takes a hundred times as long, so this is one small case of each kind
+instead of the whole suite. Sizes are chosen to end inside vectors, warps, tiles and blocks.
 """
 
 import pytest

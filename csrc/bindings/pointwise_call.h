@@ -13,8 +13,6 @@
 
 namespace fusedcuda {
 
-constexpr int kMaxRank = kMaxInputDims;
-
 // A tensor argument, or one that only lends its shape.
 struct Operand {
   const char* name;
@@ -52,7 +50,9 @@ inline std::string describe(const char* name, const PointwiseParams& params,
   return result + "}";
 }
 
-// One call: what its operands have in common, and the parameters that the launch takes.
+// One call: what its operands have in common, and the parameters that the launch takes. Tensors are
+// added in the order of PointwiseParams: operands, then the output or the incoming gradient and the
+// gradients.
 class PointwiseCall {
  public:
   PointwiseCall(const char* name, PointwiseOp op, int64_t activation) : name_(name) {
@@ -61,43 +61,29 @@ class PointwiseCall {
     params_.space.num_tensors = 0;
   }
 
-  // Checks dtypes and devices, and finds the broadcast shape.
+  // Checks dtypes and devices of `operands`, and makes the shape they broadcast to the space of the
+  // call.
   void broadcast(const Operand* operands, int count) {
-    const View* placed = &operands[0].view;
-    for (int k = 0; k < count; ++k) {
-      if (placed->is_number() && !operands[k].view.is_number()) placed = &operands[k].view;
+    const Operand* placed = &operands[0];
+    for (int k = 1; k < count; ++k) {
+      if (placed->view.is_number()) placed = &operands[k];
     }
-    const std::optional<DType> dtype = dtype_of(operands[0].view);
-    if (!dtype)
-      fail(name_, ": ", operands[0].name,
-           " must be a float64, float32, float16 or bfloat16 tensor");
-    params_.dtype = *dtype;
-    device_type_ = placed->device_type;
-    device_index_ = placed->device_index;
-    dtype_code_ = operands[0].view.dtype;
-
+    place(*placed);
     RawIteration& space = params_.space;
     space.num_dims = 0;
     for (int k = 0; k < count; ++k)
       space.num_dims = std::max<int>(space.num_dims, operands[k].view.dim);
-    if (space.num_dims > kMaxRank)
-      fail(name_, ": at most ", kMaxRank, " dimensions, got ", space.num_dims);
+    check_rank(space.num_dims);
     for (int d = 0; d < space.num_dims; ++d) space.sizes[d] = 1;
     for (int k = 0; k < count; ++k) {
-      const Operand& operand = operands[k];
-      const View& view = operand.view;
-      if (view.dtype != dtype_code_)
-        fail(name_, ": ", operand.name, " and ", operands[0].name, " differ in dtype");
-      if (!view.is_number() &&
-          (view.device_type != device_type_ || view.device_index != device_index_)) {
-        fail(name_, ": ", operand.name, " is on another device than the other tensors");
-      }
+      const View& view = operands[k].view;
+      if (!view.is_number()) check_place(operands[k]);
       const int offset = space.num_dims - static_cast<int>(view.dim);
       for (int d = 0; d < view.dim; ++d) {
         int64_t& size = space.sizes[d + offset];
         if (view.sizes[d] == size || view.sizes[d] == 1) continue;
         if (size != 1) {
-          fail(name_, ": ", operand.name, " of shape ", shape_string(view.sizes, view.dim),
+          fail(name_, ": ", operands[k].name, " of shape ", shape_string(view.sizes, view.dim),
                " does not broadcast with the operands before it");
         }
         size = view.sizes[d];
@@ -105,16 +91,44 @@ class PointwiseCall {
     }
   }
 
-  // Appends a tensor of the iteration; its strides are 0 in the dimensions over which it is
-  // broadcast.
-  void add(const View& view, bool is_output) {
-    const int t = begin_tensor();
-    params_.tensors[t] = PointwiseTensor();
-    if (!is_output && view.is_number()) {
-      params_.tensors[t].number = number_of(view, params_.dtype);
-    } else {
-      params_.tensors[t].data = view.data;
+  // The space of gate_up[..., :d]; returns d.
+  int64_t split(const Operand& gate_up) {
+    const View& view = gate_up.view;
+    if (view.dim == 0 || view.sizes[view.dim - 1] % 2 != 0) {
+      fail(name_,
+           ": the last dimension of gate_up must be even, gate and up side by side; got shape ",
+           shape_string(view.sizes, view.dim));
     }
+    place(gate_up);
+    check_rank(view.dim);
+    RawIteration& space = params_.space;
+    space.num_dims = static_cast<int>(view.dim);
+    for (int d = 0; d < space.num_dims; ++d) space.sizes[d] = view.sizes[d];
+    return space.sizes[space.num_dims - 1] /= 2;
+  }
+
+  // Refuses a tensor that is not laid over the whole space on the call's device in its dtype.
+  void check_like(const Operand& operand) const {
+    check_place(operand);
+    if (!has_shape(operand.view)) {
+      fail(name_, ": ", operand.name, " must have shape ",
+           shape_string(params_.space.sizes, params_.space.num_dims), "; got ",
+           shape_string(operand.view.sizes, operand.view.dim));
+    }
+  }
+
+  // A tensor that is read; its strides are 0 in the dimensions over which it is broadcast.
+  void add(const View& view) {
+    if (view.is_number()) {
+      add_number(number_of(view));
+    } else {
+      add_output(view);
+    }
+  }
+
+  void add_output(const View& view) {
+    const int t = begin_tensor();
+    params_.tensors[t].data = view.data;
     const RawIteration& space = params_.space;
     const int offset = space.num_dims - static_cast<int>(view.dim);
     for (int d = 0; d < view.dim; ++d) {
@@ -123,19 +137,17 @@ class PointwiseCall {
     }
   }
 
-  void add_number(double value) {
-    const int t = begin_tensor();
-    params_.tensors[t] = PointwiseTensor();
-    params_.tensors[t].number = value;
-  }
+  // A value, or in the place of an output one that nobody wants.
+  void add_number(double value) { params_.tensors[begin_tensor()].number = value; }
 
-  bool has_shape(const View& view) const {
-    const RawIteration& space = params_.space;
-    if (view.dim != space.num_dims) return false;
-    for (int d = 0; d < view.dim; ++d) {
-      if (view.sizes[d] != space.sizes[d]) return false;
+  // The halves of a tensor of shape [..., 2d] as two tensors of the space.
+  void add_halves(const View& packed, int64_t d) {
+    const int64_t half_bytes = d * packed.strides[packed.dim - 1] * size_of(params_.dtype);
+    for (int half = 0; half < 2; ++half) {
+      const int t = begin_tensor();
+      params_.tensors[t].data = static_cast<char*>(packed.data) + half * half_bytes;
+      for (int i = 0; i < packed.dim; ++i) params_.space.strides[t][i] = packed.strides[i];
     }
-    return true;
   }
 
   // The layout rule of _operands.empty_output.
@@ -145,47 +157,52 @@ class PointwiseCall {
       if (has_shape(view) && view.device_type == device_type_)
         return empty_like(*operands[k].tensor, view);
     }
-    return empty_contiguous(params_.space.sizes, params_.space.num_dims, dtype_code_, device_type_,
-                            device_index_);
+    return allocate(params_.space.sizes, params_.space.num_dims);
   }
 
   Tensor allocate_gradient(const Operand& operand) const {
     if (operand.view.device_type == device_type_) return empty_like(*operand.tensor, operand.view);
-    return empty_contiguous(nullptr, 0, dtype_code_, device_type_, device_index_);
+    return allocate(nullptr, 0);
   }
+
+  // Contiguous, on the call's device and of its dtype.
+  Tensor allocate(const int64_t* sizes, int64_t dim) const {
+    return empty_contiguous(sizes, dim, dtype_code_, device_type_, device_index_);
+  }
+  Tensor allocate_space() const { return allocate(params_.space.sizes, params_.space.num_dims); }
 
   void plan_forward(const DeviceTraits& device, PointwisePlan* plan) const {
     if (!choose_pointwise_config(params_, device, plan)) too_many_dims();
-    print(*plan);
+    print(*plan, false);
   }
 
   void plan_backward(unsigned wanted, const DeviceTraits& device, PointwisePlan* plan,
                      unsigned* remaining) const {
     if (!choose_pointwise_bwd_config(params_, wanted, device, plan, remaining)) too_many_dims();
-    print(*plan);
+    print(*plan, true);
   }
 
   void forward() const {
     DeviceScope scope(device_index_);
     PointwisePlan plan;
-    plan_forward(device_traits(device_index_), &plan);
+    plan_forward(device_traits(device_index_, pointwise_dependent_launch), &plan);
     throw_on_error(launch_pointwise(params_, plan, current_stream(device_index_)), name_);
   }
 
   void backward(unsigned wanted) const {
     DeviceScope scope(device_index_);
+    const DeviceTraits device = device_traits(device_index_, pointwise_dependent_launch);
     const cudaStream_t stream = current_stream(device_index_);
     while (wanted != 0) {
       PointwisePlan plan;
       unsigned remaining;
-      plan_backward(wanted, device_traits(device_index_), &plan, &remaining);
+      plan_backward(wanted, device, &plan, &remaining);
       std::optional<Tensor> workspace;
       void* workspace_data = nullptr;
       if (plan.workspace_size > 0) {
-        const bool is_double = params_.dtype == DType::kFloat64;
-        workspace = empty_contiguous(&plan.workspace_size, 1,
-                                     torch_dtype(is_double ? DType::kFloat64 : DType::kFloat32),
-                                     device_type_, device_index_);
+        const DType dtype = params_.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+        workspace = empty_contiguous(&plan.workspace_size, 1, torch_dtype(dtype), device_type_,
+                                     device_index_);
         workspace_data = workspace->data_ptr();
       }
       throw_on_error(launch_pointwise_bwd(params_, plan, workspace_data, stream), name_);
@@ -200,24 +217,47 @@ class PointwiseCall {
     return false;
   }
 
-  const PointwiseParams& params() const { return params_; }
-  int32_t device_type() const { return device_type_; }
-
-  // The raw iteration of the packed operator is set by hand.
-  RawIteration& space() { return params_.space; }
-  PointwiseTensor& tensor(int t) { return params_.tensors[t]; }
-  void place(const View& view) {
-    const std::optional<DType> dtype = dtype_of(view);
-    if (!dtype) fail(name_, ": expected a float64, float32, float16 or bfloat16 tensor");
-    params_.dtype = *dtype;
-    dtype_code_ = view.dtype;
-    device_type_ = view.device_type;
-    device_index_ = view.device_index;
+  std::string describe_plan(const PointwisePlan& plan, bool is_backward) const {
+    return describe(name_, params_, plan, is_backward);
   }
 
  private:
+  // Takes dtype and device from `operand`.
+  void place(const Operand& operand) {
+    const std::optional<DType> dtype = dtype_of(operand.view);
+    if (!dtype)
+      fail(name_, ": ", operand.name, " must be a float64, float32, float16 or bfloat16 tensor");
+    params_.dtype = *dtype;
+    dtype_code_ = operand.view.dtype;
+    device_type_ = operand.view.device_type;
+    device_index_ = operand.view.device_index;
+  }
+
+  void check_place(const Operand& operand) const {
+    const View& view = operand.view;
+    if (view.dtype != dtype_code_)
+      fail(name_, ": ", operand.name, " differs from the other tensors in dtype");
+    if (view.device_type != device_type_ || view.device_index != device_index_) {
+      fail(name_, ": ", operand.name, " is on another device than the other tensors");
+    }
+  }
+
+  void check_rank(int64_t rank) const {
+    if (rank > kMaxInputDims) fail(name_, ": at most ", kMaxInputDims, " dimensions, got ", rank);
+  }
+
+  bool has_shape(const View& view) const {
+    const RawIteration& space = params_.space;
+    if (view.dim != space.num_dims) return false;
+    for (int d = 0; d < view.dim; ++d) {
+      if (view.sizes[d] != space.sizes[d]) return false;
+    }
+    return true;
+  }
+
   int begin_tensor() {
     const int t = params_.space.num_tensors++;
+    params_.tensors[t] = PointwiseTensor();
     for (int d = 0; d < params_.space.num_dims; ++d) params_.space.strides[t][d] = 0;
     return t;
   }
@@ -228,11 +268,9 @@ class PointwiseCall {
          "make the operands contiguous");
   }
 
-  void print(const PointwisePlan& plan) const {
+  void print(const PointwisePlan& plan, bool is_backward) const {
     static const bool enabled = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (!enabled) return;
-    const bool is_backward = params_.space.num_tensors > num_operands(params_.op) + 1;
-    std::fprintf(stderr, "fusedcuda: %s\n", describe(name_, params_, plan, is_backward).c_str());
+    if (enabled) std::fprintf(stderr, "fusedcuda: %s\n", describe_plan(plan, is_backward).c_str());
   }
 
   const char* name_;

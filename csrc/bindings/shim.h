@@ -134,8 +134,8 @@ inline int32_t torch_dtype(DType dtype) {
 }
 
 // The value of a 0-d CPU tensor.
-inline double number_of(const View& view, DType dtype) {
-  switch (dtype) {
+inline double number_of(const View& view) {
+  switch (dtype_of(view).value_or(DType::kFloat64)) {
     case DType::kBFloat16:
       return static_cast<float>(*static_cast<const c10::BFloat16*>(view.data));
     case DType::kFloat16:
@@ -195,6 +195,7 @@ inline cudaStream_t current_stream(int32_t device_index) {
 
 inline void throw_on_error(cudaError_t status, const char* op) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // torch shares the runtime and would blame its own next launch
   if (status == cudaErrorNoKernelImageForDevice) {
     int device = 0, major = 0, minor = 0;
     cudaGetDevice(&device);
@@ -213,24 +214,25 @@ inline bool environment_flag(const char* name) {
   return value != nullptr && *value != '\0' && *value != '0';
 }
 
-// What the choosers want to know about a device, asked for once.
-inline DeviceTraits device_traits(int32_t device_index) {
+// What the choosers want to know about a device, asked for once. `dependent_launch` tells whether
+// the kernels that the device runs were compiled to wait for the one before them: the hardware's
+// word is not enough where it runs older PTX.
+inline DeviceTraits device_traits(int32_t device_index, cudaError_t (*dependent_launch)(bool*)) {
   constexpr int kMaxDevices = 64;
   static std::atomic<int>
       cache[kMaxDevices];  // 0: not asked yet; else 2 * multiprocessors + dependent launch
-  DeviceTraits traits;
   const bool cached = device_index >= 0 && device_index < kMaxDevices;
   int known = cached ? cache[device_index].load(std::memory_order_relaxed) : 0;
   if (known == 0) {
-    int major = 0;
+    DeviceTraits traits;
     throw_on_error(
         cudaDeviceGetAttribute(&traits.num_sms, cudaDevAttrMultiProcessorCount, device_index),
         "fusedcuda");
-    throw_on_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index),
-                   "fusedcuda");
-    known = 2 * traits.num_sms + (major >= 9);
+    throw_on_error(dependent_launch(&traits.dependent_launch), "fusedcuda");
+    known = 2 * traits.num_sms + traits.dependent_launch;
     if (cached) cache[device_index].store(known, std::memory_order_relaxed);
   }
+  DeviceTraits traits;
   traits.num_sms = known / 2;
   traits.dependent_launch = known % 2 != 0;
   return traits;

@@ -6,14 +6,19 @@
 // two or three 16-byte loads of each of 1024 or more resident threads are enough, so no kernel here
 // stages data in shared memory.
 //
-// Forward, all operands laid out alike -> pointwise_linear_kernel: no index arithmetic at all.
-// Forward, anything else               -> pointwise_broadcast_kernel: threads walk over rows and
-// columns. Backward                             -> pointwise_bwd_kernel: writes the full gradients
-// and, in the same pass, sums
-//     those of broadcast operands: down the columns for a bias ([N], or [C, 1, 1] of
-//     channels-last), along the rows for a value per row ([M, 1], or [C, 1, 1] of NCHW) or a
-//     scalar. It leaves partial sums, which sum_partials_kernel adds up in a fixed order; at 8
-//     blocks an SM they are below 1 % of the traffic.
+// Forward:
+// - pointwise_linear_kernel where all operands are laid out alike: no index arithmetic at all;
+// - pointwise_broadcast_kernel for anything else.
+//
+// Backward:
+// - pointwise_bwd_kernel where no gradient has to be summed;
+// - pointwise_bwd_sum_kernel where operands were broadcast: it writes the full gradients and, in
+// the same pass, sums the
+//   others, down the columns for a bias ([N], or [C, 1, 1] of channels-last), along the rows for a
+//   value per row
+//   ([M, 1], or [C, 1, 1] of NCHW) or a scalar. It leaves partial sums, one for each block and
+//   value;
+// - sum_partials_kernel adds those up, in an order fixed for a device and layout.
 //
 // kVec is the vector width of T, or 1: the scalar path for strides and alignments that have no
 // 16-byte access.
@@ -57,7 +62,7 @@ __global__ void __launch_bounds__(kPointwiseThreads)
   T* output = static_cast<T*>(p.output);
 
   wait_for_previous_kernel();
-  if (i + kVec > p.numel) {  // the last thread: the rest, element by element
+  if (i + kVec > p.numel) {  // the rest, element by element
 #pragma unroll 1
     for (int64_t j = i; j < p.numel; ++j) {
       C x[F::kOperands][1], y[1];
@@ -269,7 +274,7 @@ struct SumPartialsParams {
 };
 
 // out[v] = sum over p of partials[p, v]: blockDim.x threads along v, the others along p with
-// several loads in flight each. The order of the additions depends on the shapes alone. blockIdx.y
+// several loads in flight each. The order of the additions is fixed. blockIdx.y
 // is the operand.
 template <typename T>
 __global__ void __launch_bounds__(kSumPartialsThreads)
@@ -350,7 +355,6 @@ Table<kTensors> make_table(const PointwiseParams& params, const PointwisePlan& p
   table.num_dims = plan.space.num_dims;
   table.split = plan.split;
   for (int d = 0; d < plan.space.num_dims; ++d) {
-    table.sizes[d] = plan.space.sizes[d];
     table.dividers[d] = Divider::make(plan.space.sizes[d]);
   }
   for (int t = 0; t < kTensors; ++t) {
@@ -358,7 +362,11 @@ Table<kTensors> make_table(const PointwiseParams& params, const PointwisePlan& p
     table.number[t] = params.tensors[t].number;
     table.access[t] = plan.access[t];
     for (int d = 0; d < plan.space.num_dims; ++d) table.strides[t][d] = plan.space.strides[t][d];
+    table.row_strides[t] = static_cast<uint32_t>(plan.split > 0 ? plan.space.strides[t][0] : 0);
+    table.column_strides[t] = static_cast<uint32_t>(
+        plan.space.num_dims > plan.split ? plan.space.strides[t][plan.split] : 0);
   }
+  table.simple = plan.simple;
   return table;
 }
 
@@ -451,6 +459,13 @@ struct Backward {
 };
 
 }  // namespace pointwise
+
+cudaError_t pointwise_dependent_launch(bool* supported) {
+  cudaFuncAttributes attributes;
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, sum_partials_kernel<float>);
+  *supported = status == cudaSuccess && attributes.ptxVersion >= 90;
+  return status;
+}
 
 cudaError_t launch_pointwise(const PointwiseParams& params, const PointwisePlan& plan,
                              cudaStream_t stream) {

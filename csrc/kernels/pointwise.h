@@ -90,6 +90,7 @@ struct PointwisePlan {
   int split = 0;  // leading dimensions of `space` that make up the rows
   int64_t rows = 0;
   int64_t columns = 0;
+  bool simple = false;  // one dimension of rows, one of columns, sizes and strides below 2^31
   Iteration space;
   Access access[kMaxTensors] = {};
   GradientKind gradients[kMaxOperands] = {};
@@ -99,6 +100,10 @@ struct PointwisePlan {
   int sum_tile_x = 0;          // threads along the values in sum_partials_kernel
   int64_t workspace_size = 0;  // float32 (float64 for float64) elements
 };
+
+// Whether the kernels that the current device runs wait for the one before them, so that they may
+// be launched early.
+cudaError_t pointwise_dependent_launch(bool* supported);
 
 // Enqueue on `stream`. `workspace` has plan.workspace_size elements and is not needed after the
 // launch's kernels.

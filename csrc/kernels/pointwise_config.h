@@ -11,10 +11,8 @@
 namespace fusedcuda {
 namespace pointwise {
 
-// Threads of a block along the columns, the others on neighbouring rows. Without sums a block takes
-// the longest stretch of a row it can (4 KB; 1 % faster than 512 bytes of eight rows). With sums a
-// wider tile means more partial sums.
-constexpr int kTileX = 256;
+// Threads of a block with sums along the columns, the others on neighbouring rows; a wider tile
+// leaves more partial sums.
 constexpr int kSumTileX = 32;
 
 constexpr int64_t kMaxGridY = 65535;
@@ -86,10 +84,18 @@ inline bool is_linear(const PointwiseParams& params, const PointwisePlan& plan) 
   return true;
 }
 
+// Fills what follows from plan->space and plan->split.
 inline void count_rows_and_columns(PointwisePlan* plan) {
+  constexpr int64_t kLimit = int64_t{1} << 31;
+  const Iteration& space = plan->space;
   plan->rows = plan->columns = 1;
-  for (int d = 0; d < plan->space.num_dims; ++d) {
-    (d < plan->split ? plan->rows : plan->columns) *= plan->space.sizes[d];
+  plan->simple = plan->split <= 1 && space.num_dims - plan->split <= 1;
+  for (int d = 0; d < space.num_dims; ++d) {
+    (d < plan->split ? plan->rows : plan->columns) *= space.sizes[d];
+    plan->simple = plan->simple && space.sizes[d] < kLimit;
+    for (int t = 0; t < space.num_tensors; ++t) {
+      plan->simple = plan->simple && space.strides[t][d] < kLimit;
+    }
   }
 }
 
@@ -138,8 +144,8 @@ inline void choose_grid(const DeviceTraits& device, PointwisePlan* plan) {
   plan->threads = kPointwiseThreads;
   plan->dependent_launch = device.dependent_launch;
   const int64_t width = next_power_of_two(ceil_div(vectors, unroll));
-  plan->tile_x =
-      static_cast<int>(std::min<int64_t>(plan->rows > 1 ? kTileX : kPointwiseThreads, width));
+  // The longest stretch of a row: 1 % faster than 512 bytes of each of eight rows.
+  plan->tile_x = static_cast<int>(std::min<int64_t>(kPointwiseThreads, width));
   plan->blocks_x = ceil_div(vectors, static_cast<int64_t>(plan->tile_x) * unroll);
   const int64_t row_tiles = ceil_div(plan->rows, kPointwiseThreads / plan->tile_x);
   plan->blocks_z = ceil_div(row_tiles, kMaxGridY);
@@ -237,6 +243,20 @@ inline bool choose_pointwise_bwd_config(const PointwiseParams& params, unsigned 
     }
   }
 
+  // By rows, a total is left as one partial sum a row. Beside very many rows it gets a launch of
+  // its own.
+  constexpr int64_t kMaxPartialsOfTotal = 4096;
+  int64_t kept = 1;
+  for (int d = 0; d < raw.num_dims; ++d) {
+    if (!(reduced >> d & 1)) kept *= raw.sizes[d];
+  }
+  if (first_reduced >= 0 && kept > kMaxPartialsOfTotal) {
+    for (int k = 0; k < n; ++k) {
+      if (plan->gradients[k] != GradientKind::kTotal) continue;
+      plan->gradients[k] = GradientKind::kNone;
+      *remaining |= 1u << k;
+    }
+  }
   const int leader = choose_leader(params, wanted & ~*remaining);
   uint64_t outer = 0;
   int outer_leader = leader, inner_leader = leader;

@@ -7,7 +7,7 @@
 
 namespace fusedcuda {
 
-// A formula is result(act(argument(x)), x). Operands that share a gradient share a slot.
+// A formula is result(x, act(argument(x))). Operands that share a gradient share a slot.
 template <PointwiseOp kOp>
 struct Formula;
 

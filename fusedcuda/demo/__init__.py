@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fusedcuda._build import BuildError
 from fusedcuda.demo.check import compare
 from fusedcuda.demo.criteo import CriteoRows, generate_rows, read_rows
 from fusedcuda.demo.dlrm import CONFIGS, DLRM, DlrmConfig, fused_hidden, plain_hidden
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo with command-line arguments `argv` (default: sys.argv[1:]).
 
     Returns 0 if fusedcuda agrees with plain PyTorch, 1 if it does not, 2 if the data cannot be
-    read or the device is not there. Wrong arguments raise SystemExit(2), as argparse does.
+    read, the device is not there, or its kernels cannot be compiled. Wrong arguments raise
+    SystemExit(2), as argparse does.
     """
     options = _parse_arguments(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -54,8 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.clear()
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    with nullcontext() if on_gpu else _half_of_the_threads():
-        return _run(options, config, rows, source, batch, on_gpu, progress)
+    try:
+        with nullcontext() if on_gpu else _half_of_the_threads():
+            return _run(options, config, rows, source, batch, on_gpu, progress)
+    except BuildError as error:  # a GPU, but no compiler and nothing built at installation
+        progress.clear()
+        print(f"demo: {error}", file=sys.stderr)
+        print("      --device cpu runs the demo without the kernels", file=sys.stderr)
+        return 2
 
 
 def _run(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-# The order is that of enum class Activation in csrc/kernels/common/activation.cuh; a test compares
+# The order is that of enum class Activation in csrc/kernels/common/activation.h; a test compares
 # the two.
 ACTIVATIONS: dict[str, int] = {
     "none": 0,

@@ -15,7 +15,7 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def resolve(op: str, operands: dict[str, Any]) -> list[Tensor]:
     """Check ``operands`` of ``op`` and bring them to one dtype, as torch's type promotion would.
 
-    Python numbers become 0-d CPU tensors of the promoted dtype, which the kernels read on the host.
+    Python numbers become 0-d CPU tensors, which the kernels read on the host.
     Raises ``TypeError`` for what is neither a number nor a floating tensor, ``ValueError`` for
     mixed devices and for shapes that do not broadcast; each message names the operand.
     """
@@ -32,13 +32,18 @@ def resolve(op: str, operands: dict[str, Any]) -> list[Tensor]:
         raise TypeError(f"{op}: at least one of {', '.join(operands)} must be a tensor")
     check_devices(op, tensors)
     check_shapes(op, tensors)
-    # As in torch, 0-d tensors only decide the dtype when there is nothing larger.
+    # As in torch, 0-d tensors only decide the dtype when there is nothing larger, and numbers are
+    # not rounded to it: they keep the precision that the formula is computed in.
     deciding = [t for t in tensors.values() if t.dim() > 0] or list(tensors.values())
     dtype = deciding[0].dtype
     for tensor in deciding[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
+    only_numbers = all(is_number(t) for t in tensors.values())
+    number_dtype = dtype if only_numbers else compute_dtype(dtype)
     return [
-        value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+        value.to(dtype)
+        if isinstance(value, Tensor)
+        else torch.tensor(value, dtype=number_dtype, device="cpu")
         for value in operands.values()
     ]
 
@@ -82,18 +87,29 @@ def empty_output(*operands: Tensor) -> Tensor:
     Like the first operand that already has the broadcast shape (``torch.empty_like``), contiguous
     if none has it. A 0-d CPU operand beside CUDA operands never decides.
     """
-    check_dtype("fusedcuda", "operands", operands[0])
-    device = _device_of(operands)
+    leading = _leading(operands)
+    check_dtype("fusedcuda", "operands", leading)
     shape = torch.broadcast_shapes(*(t.shape for t in operands))
     for tensor in operands:
-        if tensor.shape == shape and tensor.device == device:
-            return torch.empty_like(tensor)
-    return torch.empty(shape, dtype=operands[0].dtype, device=device)
+        if tensor.shape == shape and tensor.device == leading.device:
+            return torch.empty_like(tensor, dtype=leading.dtype)
+    return torch.empty(shape, dtype=leading.dtype, device=leading.device)
 
 
-def _device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of a call; 0-d CPU tensors do not count beside others."""
-    return next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+def _leading(tensors: Sequence[Tensor]) -> Tensor:
+    """The operand whose dtype and device are the call's: the first that is not a number."""
+    return next((t for t in tensors if not is_number(t)), tensors[0])
+
+
+def check_like(op: str, name: str, tensor: Tensor, operands: Sequence[Tensor]) -> None:
+    """``ValueError`` unless ``tensor`` has the shape, dtype and device of the operands' result."""
+    leading = _leading(operands)
+    shape = torch.broadcast_shapes(*(t.shape for t in operands))
+    if tensor.shape != shape or tensor.dtype != leading.dtype or tensor.device != leading.device:
+        raise ValueError(
+            f"{op}: {name} must be a {leading.dtype} tensor of shape {tuple(shape)} on "
+            f"{leading.device}; got {tensor.dtype}, {tuple(tensor.shape)}, {tensor.device}"
+        )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -138,14 +154,14 @@ def batched(name: str, num_tensors: int, num_gradients: int = 0) -> Callable[...
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         op = getattr(torch.ops.fusedcuda, name).default
-        device = _device_of(args[:num_tensors])
+        leading = _leading(args[:num_tensors])
         samples, aligned = [], []
         rank = max(
             t.dim() - (d is not None) for t, d in zip(args[:num_tensors], in_dims, strict=False)
         )
         for tensor, dim in zip(args[:num_tensors], in_dims, strict=False):
-            # Expanded, a 0-d CPU tensor is no number any more and has to be where the others are.
-            moved = tensor.to(device).unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
+            # Expanded, a number is none any more and has to be like the others.
+            moved = tensor.to(leading).unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
             sample = moved.shape[1:]
             samples.append(sample)
             moved = moved.reshape(moved.shape[0], *(1,) * (rank - len(sample)), *sample)

@@ -12,6 +12,7 @@ from ._activations import ACTIVATIONS, activation_gradient, apply_activation
 from ._operands import (
     check_devices,
     check_dtype,
+    check_like,
     check_shapes,
     empty_gradient,
     empty_output,
@@ -62,6 +63,8 @@ def act_mul_packed(gate_up: Tensor, activation: int) -> Tensor:
 def add_relu_backward(grad: Tensor, y: Tensor, a: Tensor, b: Tensor, mask: int) -> list[Tensor]:
     # y stands for a + b: it is positive exactly where the sum, rounded, is. a and b only lend their
     # shapes.
+    check_like("add_relu_backward", "grad", grad, (a, b))
+    check_like("add_relu_backward", "y", y, (a, b))
     grad, y = widen(grad, y)
     dz = torch.where(y <= 0, 0.0, grad)
     return store_gradients((dz, dz), (a, b), mask)
@@ -71,6 +74,7 @@ def add_mul_act_backward(
     grad: Tensor, a: Tensor, b: Tensor, c: Tensor, activation: int, mask: int
 ) -> list[Tensor]:
     operands = (a, b, c)
+    check_like("add_mul_act_backward", "grad", grad, operands)
     grad, a, b, c = widen(grad, a, b, c)
     dz = activation_gradient(grad, (a + b) * c, activation)
     return store_gradients((dz * c, dz * c, dz * (a + b)), operands, mask)
@@ -80,6 +84,7 @@ def act_scale_bias_backward(
     grad: Tensor, x: Tensor, scale: Tensor, bias: Tensor, activation: int, mask: int
 ) -> list[Tensor]:
     operands = (x, scale, bias)
+    check_like("act_scale_bias_backward", "grad", grad, operands)
     grad, x, scale = widen(grad, x, scale)
     dx = activation_gradient(grad * scale, x, activation)
     return store_gradients((dx, grad * apply_activation(x, activation), grad), operands, mask)
@@ -89,6 +94,7 @@ def bias_act_backward(
     grad: Tensor, x: Tensor, bias: Tensor, activation: int, mask: int
 ) -> list[Tensor]:
     operands = (x, bias)
+    check_like("bias_act_backward", "grad", grad, operands)
     grad, x, bias = widen(grad, x, bias)
     dz = activation_gradient(grad, x + bias, activation)
     return store_gradients((dz, dz), operands, mask)
@@ -98,6 +104,7 @@ def act_mul_backward(
     grad: Tensor, gate: Tensor, up: Tensor, activation: int, mask: int
 ) -> list[Tensor]:
     operands = (gate, up)
+    check_like("act_mul_backward", "grad", grad, operands)
     grad, gate, up = widen(grad, gate, up)
     dgate = activation_gradient(grad * up, gate, activation)
     return store_gradients((dgate, grad * apply_activation(gate, activation)), operands, mask)

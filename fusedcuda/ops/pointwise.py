@@ -17,18 +17,25 @@ Common to all functions here:
 - ``TypeError``: an operand that is neither a floating tensor nor a real number. ``ValueError``: an
   unknown activation, shapes that do not broadcast, tensors on different devices. The message names
   the function and operand.
-- "Memory" below counts tensors read and written when every operand is full.
+- "Memory" below counts tensors of the output's size read and written; smaller operands are free.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._library import apply_function, define, define_host, first_order_only
+from .._library import (
+    apply_function,
+    define,
+    define_host,
+    first_order_only,
+    functorch_active,
+)
 from . import _pointwise_reference as reference
 from ._activations import ACTIVATIONS, activation_code
 from ._operands import batched, resolve
@@ -132,27 +139,46 @@ def _call(operator: _Operator, operands: tuple[Any, ...], *activation: int) -> T
             if operand.dtype is not dtype:
                 raise TypeError("mixed dtypes")
             needs_gradient = needs_gradient or operand.requires_grad
-        # In forward mode Function.apply is what refuses dual tensors.
-        if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
-            return apply_function(operator.function, *operands, *activation)
-        return operator.raw._op(
-            *operands, *activation
-        )  # what raw(...) calls, half a microsecond cheaper
+        return _dispatch(operator, operands, needs_gradient, *activation)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        resolved = resolve(operator.name, dict(zip(operator.operands, operands, strict=True)))
-        if operator.name == "act_mul_packed":
-            reference.check_packed(*resolved)
+        resolved = _resolve(operator, operands)
         if all(new is old for new, old in zip(resolved, operands, strict=True)):
             raise
-    return _call(operator, tuple(resolved), *activation)
+    return _dispatch(operator, resolved, any(t.requires_grad for t in resolved), *activation)
+
+
+def _dispatch(
+    operator: _Operator, operands: Sequence[Tensor], needs_gradient: bool, *activation: int
+) -> Tensor:
+    # Under functorch a tensor may need a gradient of an outer level without saying so, and in
+    # forward mode Function.apply is what refuses dual tensors.
+    if torch.is_grad_enabled() and (needs_gradient or functorch_active()):
+        return apply_function(operator.function, *operands, *activation)
+    if forward_ad._current_level >= 0:
+        return operator.function.apply(*operands, *activation)
+    # What raw(...) calls, half a microsecond cheaper.
+    return operator.raw._op(*operands, *activation)
 
 
 def _call_traced(operator: _Operator, operands: tuple[Any, ...], *activation: int) -> Tensor:
     """:func:`_call` for Dynamo, where the checks are made once, while tracing."""
-    resolved = resolve(operator.name, dict(zip(operator.operands, operands, strict=True)))
+    resolved = _resolve(operator, operands)
     if torch.is_grad_enabled() and any(t.requires_grad for t in resolved):
         return operator.function.apply(*resolved, *activation)
+    if forward_ad._current_level >= 0 or (functorch_active() and torch.is_grad_enabled()):
+        # Dynamo would inline the raw operator here and lose the gradient or the tangent.
+        raise NotImplementedError(
+            f"{operator.name}: torch.func transforms inside torch.compile work under "
+            "torch.no_grad() only; compile without the transform, or transform without compiling"
+        )
     return operator.raw(*resolved, *activation)
+
+
+def _resolve(operator: _Operator, operands: tuple[Any, ...]) -> list[Tensor]:
+    resolved = resolve(operator.name, dict(zip(operator.operands, operands, strict=True)))
+    if operator.name == "act_mul_packed":
+        reference.check_packed(*resolved)
+    return resolved
 
 
 # --------------------------------------------------------------------------------------------------
@@ -279,9 +305,10 @@ class _AddRelu(torch.autograd.Function):
         ctx.save_for_backward(output, *(output if t.shape == output.shape else t for t in inputs))
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, a, b = ctx.saved_tensors
+    @first_order_only("add_relu")
+    def backward(
+        ctx: Any, grad: Tensor, y: Tensor, a: Tensor, b: Tensor
+    ) -> tuple[Tensor | None, ...]:
         shared = _share_gradient(ctx, a, b)
         gradients = _gradients(
             ctx, _add_relu_backward, (a, b), grad, y, a, b, skip=1 if shared else None
@@ -302,9 +329,8 @@ class _BiasAct(torch.autograd.Function):
         ctx.save_for_backward(*operands)
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
+    @first_order_only("bias_act")
+    def backward(ctx: Any, grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor | None, ...]:
         shared = _share_gradient(ctx, x, bias)
         args = (grad, x, bias, ctx.activation)
         gradients = _gradients(
@@ -323,9 +349,10 @@ class _AddMulAct(torch.autograd.Function):
     setup_context = _BiasAct.setup_context
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, c = ctx.saved_tensors
+    @first_order_only("add_mul_act")
+    def backward(
+        ctx: Any, grad: Tensor, a: Tensor, b: Tensor, c: Tensor
+    ) -> tuple[Tensor | None, ...]:
         shared = _share_gradient(ctx, a, b)
         args = (grad, a, b, c, ctx.activation)
         gradients = _gradients(
@@ -344,9 +371,10 @@ class _ActScaleBias(torch.autograd.Function):
     setup_context = _BiasAct.setup_context
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, bias = ctx.saved_tensors
+    @first_order_only("act_scale_bias")
+    def backward(
+        ctx: Any, grad: Tensor, x: Tensor, scale: Tensor, bias: Tensor
+    ) -> tuple[Tensor | None, ...]:
         # A full bias gets the incoming gradient itself.
         unchanged = (
             ctx.needs_input_grad[2] and bias.shape == grad.shape and bias.device == grad.device
@@ -368,9 +396,8 @@ class _ActMul(torch.autograd.Function):
     setup_context = _BiasAct.setup_context
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
+    @first_order_only("act_mul")
+    def backward(ctx: Any, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor | None, ...]:
         return (
             *_gradients(ctx, _act_mul_backward, (gate, up), grad, gate, up, ctx.activation),
             None,
@@ -387,9 +414,8 @@ class _ActMulPacked(torch.autograd.Function):
     setup_context = _BiasAct.setup_context
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up,) = ctx.saved_tensors
+    @first_order_only("act_mul_packed")
+    def backward(ctx: Any, grad: Tensor, gate_up: Tensor) -> tuple[Tensor | None, ...]:
         return _act_mul_packed_backward(grad, gate_up, ctx.activation), None
 
 

@@ -37,6 +37,7 @@ else:
     includes = [a for a in arguments if a.startswith("-I")]
 {body}
     command = ["g++", "-x", "c++", "-D__global__=", "-fPIC", "-c", source, "-o", output, *includes]
+    command += ["-MD", "-MF", arguments[arguments.index("-MF") + 1]]  # tells ninja the headers
     sys.exit(subprocess.run(command).returncode)
 """
 

@@ -174,10 +174,21 @@ def test_command_line_fails_where_cuda_cannot_work(machine, monkeypatch, capsys)
     assert "cannot be used until" in capsys.readouterr().out
 
 
+def test_demo_that_cannot_compile_says_why_in_one_message(monkeypatch, capsys) -> None:
+    def cannot_compile(*_: object) -> None:
+        raise _build.BuildError("nvcc was not found")
+
+    monkeypatch.setattr("fusedcuda.demo.compare", cannot_compile)
+    assert __main__.main(["demo", "--config", "lecture-small", "--table-rows", "10"]) == 2
+    error = capsys.readouterr().err
+    assert "demo: nvcc was not found\n" in error
+    assert "Traceback" not in error
+
+
 def test_command_line_builds_a_family_or_says_why_not(monkeypatch, capsys) -> None:
     monkeypatch.setattr(_jit, "load", lambda family, verbose: f"/cache/{family}.so")
     assert __main__.main(["build"]) == 0
     assert capsys.readouterr().out == "pointwise: /cache/pointwise.so\n"
     monkeypatch.undo()
     assert __main__.main(["build", "nope"]) == 1
-    assert "unknown kernel family 'nope'" in capsys.readouterr().err
+    assert "build: unknown kernel family 'nope'" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import toy_family
 from machine import Machine
 
 ROOT = Path(__file__).parent.parent.parent
@@ -87,6 +88,12 @@ def test_wheel_holds_the_extension_and_the_sources_and_works(project, machine) -
 
 
 def test_source_distribution_is_complete_without_torch(project) -> None:
+    folders = ("bench", "examples", "tests")
+    for folder in folders:
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, project.root / folder, ignore=ignore)
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", ".clang-format"):
+        shutil.copy(ROOT / name, project.root)
     run = project.setup("sdist", prologue="sys.modules['torch'] = None")
     assert run.returncode == 0, run.stderr
     (archive,) = (project.root / "dist").glob("*.tar.gz")
@@ -96,11 +103,18 @@ def test_source_distribution_is_complete_without_torch(project) -> None:
         "setup.py",
         "pyproject.toml",
         "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        ".clang-format",
         "fusedcuda/py.typed",
         "csrc/kernels/pointwise.cu",
         "csrc/kernels/common/answer.h",
         "csrc/bindings/pointwise.cpp",
     } <= names
+    below = (path for folder in folders for path in (project.root / folder).rglob("*"))
+    assert {str(path.relative_to(project.root)) for path in below} <= names  # its tests run
     assert not any(name.endswith(".so") for name in names)
 
 
@@ -118,6 +132,25 @@ def test_in_place_build_records_what_it_was_for(project, machine) -> None:
     assert info["built"] is True
     assert info["archs"] == "9.0a;9.0+PTX"
     assert info["families"] == ["pointwise"]
+
+
+@pytest.mark.parametrize("what", ["header", "architectures"])
+def test_another_in_place_build_takes_up_what_changed(what, project, machine) -> None:
+    def kernels() -> bytes:
+        assert project.setup("build_ext", "--inplace").returncode == 0
+        return project.library.read_bytes()
+
+    before = kernels()
+    assert kernels() == before
+    assert len(machine.compilations()) == 1
+    if what == "header":
+        toy_family.set_answer(project.root / "csrc", 2)
+        assert kernels() != before
+    else:
+        machine.monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+        kernels()
+        assert "code=sm_80" in machine.compilations()[-1]
+    assert len(machine.compilations()) == 2
 
 
 def test_without_gpu_and_request_the_default_architectures_are_built(project, machine) -> None:
@@ -177,9 +210,11 @@ def test_without_nvcc_the_reason_is_recorded(project, machine) -> None:
     assert "fusedcuda: nvcc was not found" in run.stderr
 
 
-def test_build_can_be_declined(project, machine) -> None:
+def test_build_can_be_declined_and_leaves_no_earlier_one_in_use(project, machine) -> None:
+    project.library.write_text("an earlier build")
     machine.monkeypatch.setenv("FUSEDCUDA_BUILD", "0")
     assert project.setup("build_ext", "--inplace").returncode == 0
+    assert not project.library.exists()
     assert project.info() == {"built": False, "reason": "FUSEDCUDA_BUILD=0 was set"}
     assert machine.compilations() == []
 

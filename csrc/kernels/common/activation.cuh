@@ -3,9 +3,10 @@
 // The activation is a run-time value: one uniform branch for kVec elements costs nothing beside the
 // memory traffic, and a template parameter would compile every kernel eight times.
 //
-// kFast (16-bit storage) takes the special-function unit's exp2 and reciprocal, whose error of 2
-// ulp in float32 is 1/100 of the rounding to the output; results below 1e-38 become 0. float32 and
-// float64 storage take the accurate functions.
+// kFast (16-bit storage) takes the special-function unit's exp2 and reciprocal, whose relative
+// error is a few 1e-7, and 5e-6 where exp is near its limits: far below the rounding to the output.
+// Subnormals are flushed, so that results below 1e-36 may become 0. float32 and float64 storage
+// take the accurate functions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,14 +15,34 @@
 
 namespace fusedcuda {
 
+// The special-function unit's exp2 and reciprocal; compiled for a CPU (tests/emulation), exact
+// ones.
+__device__ __forceinline__ float approximate_exp2(float x) {
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return ::exp2f(x);
+#endif
+}
+
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return 1.0f / x;
+#endif
+}
+
 template <bool kFast>
 struct Math {
   static __device__ __forceinline__ float exp(float x) {
     if constexpr (kFast) {
       constexpr float kLog2E = 1.44269504f;
-      float r;
-      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * kLog2E));
-      return r;
+      return approximate_exp2(x * kLog2E);
     } else {
       return ::expf(x);
     }
@@ -30,9 +51,7 @@ struct Math {
 
   static __device__ __forceinline__ float reciprocal(float x) {
     if constexpr (kFast) {
-      float r;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-      return r;
+      return approximate_reciprocal(x);
     } else {
       return 1.0f / x;
     }
@@ -63,7 +82,7 @@ struct Math {
       // 0.02).
       const float q = exp(-2.0f * ::fabsf(x));
       const float large = ::copysignf((1.0f - q) * reciprocal(1.0f + q), x);
-      return ::fabsf(x) < 0.02f ? x - x * x * x * (1.0f / 3.0f) : large;
+      return ::fabsf(x) < 0.02f ? x * (1.0f - x * x * (1.0f / 3.0f)) : large;
     } else {
       return ::tanhf(x);
     }
@@ -115,8 +134,9 @@ __device__ __forceinline__ void activate(Activation activation, const C (&z)[kVe
     return;
   }
   switch (activation) {
-    case Activation::kNone:
     case Activation::kRelu:
+      return;  // above
+    case Activation::kNone:
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         t[j] = z[j];

@@ -1,11 +1,11 @@
 // Launching a kernel, with programmatic dependent launch where the GPU has it (compute
-// capability 9.0).
+// capability 9.0 and newer).
 //
 // A dependent launch lets the blocks of a kernel start while the one before it on the stream is
 // still finishing, which hides the gap of about a microsecond between small kernels. The kernel
-// then has to call wait_for_previous_kernel() before it touches global memory. It must read with
-// plain loads afterwards: the non-coherent path (ld.global.nc,
-// __ldg) may be served from lines fetched before the wait.
+// then has to call wait_for_previous_kernel() before it touches global memory, and must read with
+// plain loads afterwards: the non-coherent path (ld.global.nc, __ldg) may be served from lines
+// fetched before the wait.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,15 +23,15 @@ struct DeviceTraits {
 #ifdef __CUDACC__
 
 __device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
 #endif
 }
 
 // From here on the next kernel on the stream may start; it still waits for this one's memory.
 __device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 

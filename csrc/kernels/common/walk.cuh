@@ -20,12 +20,16 @@ struct Table {
   bool down;     // the walk: down the rows, or along the columns
   int num_dims;  // dimensions [0, split) make up the rows
   int split;
-  int64_t sizes[kMaxDims];
   Divider dividers[kMaxDims];
   void* data[kTensors];
   double number[kTensors];
   Access access[kTensors];
   int64_t strides[kTensors][kMaxDims];
+  // Where rows and columns are one dimension each and everything fits 32 bits, which is nearly
+  // always: the strides again, so that an offset is two multiply-adds.
+  bool simple;
+  uint32_t row_strides[kTensors];
+  uint32_t column_strides[kTensors];
 };
 
 // Adds to `offsets` what coordinate `index` of dimensions [first, last) contributes to each
@@ -46,6 +50,24 @@ __device__ __forceinline__ void add_offsets(const Table<kTensors>& table, int fi
   }
 }
 
+// Offset of (row, column) in each tensor.
+template <int kTensors>
+__device__ __forceinline__ void locate_offsets(const Table<kTensors>& table, int64_t row,
+                                               int64_t column, int64_t (&offsets)[kTensors]) {
+  if (table.simple) {
+    const uint64_t r = static_cast<uint32_t>(row);
+    const uint64_t c = static_cast<uint32_t>(column);
+#pragma unroll
+    for (int k = 0; k < kTensors; ++k)
+      offsets[k] = r * table.row_strides[k] + c * table.column_strides[k];
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kTensors; ++k) offsets[k] = 0;
+  add_offsets(table, 0, table.split, row, offsets);
+  add_offsets(table, table.split, table.num_dims, column, offsets);
+}
+
 // A thread's kUnroll vectors of one row, blockDim.x apart. The grid covers the table: blockIdx.x
 // the columns, y and z the rows.
 template <int kVec, int kUnroll, int kTensors>
@@ -62,11 +84,7 @@ class Place {
 
   // Offsets of vector u, or of the first where it does not exist: loads need no branch.
   __device__ void locate(int u, int64_t (&offsets)[kTensors]) const {
-    const int64_t column = u == 0 || exists(u) ? column_of(u) : column_;
-#pragma unroll
-    for (int k = 0; k < kTensors; ++k) offsets[k] = 0;
-    add_offsets(table_, 0, table_.split, row_, offsets);
-    add_offsets(table_, table_.split, table_.num_dims, column, offsets);
+    locate_offsets(table_, row_, u == 0 || exists(u) ? column_of(u) : column_, offsets);
   }
 
  private:
@@ -99,15 +117,16 @@ class Walk {
 
   __device__ void advance() {
     const int64_t step = static_cast<int64_t>(gridDim.y) * spacing();
-    const int first = table_.down ? 0 : table_.split;
-    const int last = table_.down ? table_.split : table_.num_dims;
     position_ += step;
-    if (last - first > 1) {
+    if (!table_.simple) {
       locate();
       return;
     }
+    const uint64_t step32 = static_cast<uint32_t>(step);
 #pragma unroll
-    for (int k = 0; k < kTensors; ++k) offsets_[k] += step * table_.strides[k][first];
+    for (int k = 0; k < kTensors; ++k) {
+      offsets_[k] += step32 * (table_.down ? table_.row_strides[k] : table_.column_strides[k]);
+    }
   }
 
  private:
@@ -116,10 +135,8 @@ class Walk {
   __device__ int64_t end() const { return table_.down ? table_.rows : table_.columns; }
 
   __device__ void locate() {
-#pragma unroll
-    for (int k = 0; k < kTensors; ++k) offsets_[k] = 0;
-    add_offsets(table_, 0, table_.split, table_.down ? position_ : fixed_, offsets_);
-    add_offsets(table_, table_.split, table_.num_dims, table_.down ? fixed_ : position_, offsets_);
+    locate_offsets(table_, table_.down ? position_ : fixed_, table_.down ? fixed_ : position_,
+                   offsets_);
   }
 
   const Table<kTensors>& table_;
