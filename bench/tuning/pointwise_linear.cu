@@ -1,7 +1,9 @@
 // Which loads, stores, unrolling and block size relu((a + b) * c) wants: the measurements behind
 // pointwise_linear_kernel. Build and run on the card:
-//   nvcc -O3 -std=c++17 -arch=sm_90a -I csrc/kernels -o /tmp/tune bench/tuning/pointwise_linear.cu && /tmp/tune
-// Prints microseconds a launch (median of 9 graph replays of 20 launches over rotating buffers) for each variant.
+//   nvcc -O3 -std=c++17 -arch=sm_90a -I csrc/kernels -o /tmp/tune bench/tuning/pointwise_linear.cu
+//   && /tmp/tune
+// Prints microseconds a launch (median of 9 graph replays of 20 launches over rotating buffers) for
+// each variant.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -12,18 +14,19 @@
 
 namespace fusedcuda {
 
-#define CHECK(call)                                                                                   \
-  do {                                                                                                \
-    cudaError_t status = (call);                                                                      \
-    if (status != cudaSuccess) {                                                                      \
-      std::printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(status));                      \
-      std::exit(1);                                                                                   \
-    }                                                                                                 \
+#define CHECK(call)                                                              \
+  do {                                                                           \
+    cudaError_t status = (call);                                                 \
+    if (status != cudaSuccess) {                                                 \
+      std::printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(status)); \
+      std::exit(1);                                                              \
+    }                                                                            \
   } while (0)
 
 enum Load { kPlain, kReadOnly, kNoAllocate, kStreaming };
 enum Store { kWriteBack, kEvictFirst };
-// Programmatic dependent launch: the next kernel's blocks may start before this one is done and wait for its memory.
+// Programmatic dependent launch: the next kernel's blocks may start before this one is done and
+// wait for its memory.
 enum Dependent { kOff, kWaitOnly, kTriggerFirst, kTriggerAfterLoads };
 
 template <Load kLoad>
@@ -43,7 +46,8 @@ __device__ __forceinline__ int4 load(const int4* p) {
   return r;
 }
 
-template <typename T, int kUnroll, Load kLoad, Store kStore, bool kRuntime, bool kPersistent, Dependent kPdl>
+template <typename T, int kUnroll, Load kLoad, Store kStore, bool kRuntime, bool kPersistent,
+          Dependent kPdl>
 __global__ void add_mul_kernel(const int4* a, const int4* b, const int4* c, int4* out, long vectors,
                                Activation activation) {
   constexpr int kVec = kVectorWidth<T>;
@@ -68,7 +72,8 @@ __global__ void add_mul_kernel(const int4* a, const int4* b, const int4* c, int4
       if (i >= vectors) break;
       float x[3][kVec], z[kVec], y[kVec];
 #pragma unroll
-      for (int k = 0; k < 3; ++k) unpack<T, kVec>(*reinterpret_cast<Vector<T, kVec>*>(&in[u][k]), x[k]);
+      for (int k = 0; k < 3; ++k)
+        unpack<T, kVec>(*reinterpret_cast<Vector<T, kVec>*>(&in[u][k]), x[k]);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) z[j] = (x[0][j] + x[1][j]) * x[2][j];
       if (kRuntime) {
@@ -91,8 +96,8 @@ __global__ void add_mul_kernel(const int4* a, const int4* b, const int4* c, int4
 
 float* g_buffers[4];
 
-template <typename T, int kUnroll, Load kLoad, Store kStore, bool kRuntime, bool kPersistent = false,
-          Dependent kPdl = kOff>
+template <typename T, int kUnroll, Load kLoad, Store kStore, bool kRuntime,
+          bool kPersistent = false, Dependent kPdl = kOff>
 float time_variant(long n, int threads, int copies, cudaStream_t stream) {
   constexpr int kVec = kVectorWidth<T>;
   const long vectors = n / kVec;
@@ -115,9 +120,10 @@ float time_variant(long n, int threads, int copies, cudaStream_t stream) {
     config.numAttrs = kPdl == kOff ? 0 : 1;
     CHECK(cudaLaunchKernelEx(
         &config, add_mul_kernel<T, kUnroll, kLoad, kStore, kRuntime, kPersistent, kPdl>,
-        reinterpret_cast<const int4*>(g_buffers[0]) + offset, reinterpret_cast<const int4*>(g_buffers[1]) + offset,
-        reinterpret_cast<const int4*>(g_buffers[2]) + offset, reinterpret_cast<int4*>(g_buffers[3]) + offset, vectors,
-        Activation::kRelu));
+        reinterpret_cast<const int4*>(g_buffers[0]) + offset,
+        reinterpret_cast<const int4*>(g_buffers[1]) + offset,
+        reinterpret_cast<const int4*>(g_buffers[2]) + offset,
+        reinterpret_cast<int4*>(g_buffers[3]) + offset, vectors, Activation::kRelu));
   }
   CHECK(cudaGetLastError());
   CHECK(cudaStreamEndCapture(stream, &graph));
@@ -142,7 +148,8 @@ float time_variant(long n, int threads, int copies, cudaStream_t stream) {
 }
 
 __global__ void fill(float* p, long n, unsigned seed) {
-  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n; i += (long)gridDim.x * blockDim.x) {
+  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n;
+       i += (long)gridDim.x * blockDim.x) {
     unsigned h = (unsigned)i * 2654435761u + seed;
     h ^= h >> 15;
     h *= 2246822519u;
@@ -156,25 +163,31 @@ __global__ void fill(float* p, long n, unsigned seed) {
 template <typename T>
 void hints(const char* dtype, long n, int copies, cudaStream_t s) {
   constexpr int kThreads = 256;
-  std::printf("%-5s n=%-10ld ldg %8.3f no_allocate %8.3f cs %8.3f ldg+stcs %8.3f cs+stcs %8.3f persistent %8.3f\n", dtype, n,
-              time_variant<T, 2, kReadOnly, kWriteBack, false>(n, kThreads, copies, s),
-              time_variant<T, 2, kNoAllocate, kWriteBack, false>(n, kThreads, copies, s),
-              time_variant<T, 2, kStreaming, kWriteBack, false>(n, kThreads, copies, s),
-              time_variant<T, 2, kReadOnly, kEvictFirst, false>(n, kThreads, copies, s),
-              time_variant<T, 2, kStreaming, kEvictFirst, false>(n, kThreads, copies, s),
-              time_variant<T, 2, kReadOnly, kWriteBack, false, true>(n, kThreads, copies, s));
+  std::printf(
+      "%-5s n=%-10ld ldg %8.3f no_allocate %8.3f cs %8.3f ldg+stcs %8.3f cs+stcs %8.3f persistent "
+      "%8.3f\n",
+      dtype, n, time_variant<T, 2, kReadOnly, kWriteBack, false>(n, kThreads, copies, s),
+      time_variant<T, 2, kNoAllocate, kWriteBack, false>(n, kThreads, copies, s),
+      time_variant<T, 2, kStreaming, kWriteBack, false>(n, kThreads, copies, s),
+      time_variant<T, 2, kReadOnly, kEvictFirst, false>(n, kThreads, copies, s),
+      time_variant<T, 2, kStreaming, kEvictFirst, false>(n, kThreads, copies, s),
+      time_variant<T, 2, kReadOnly, kWriteBack, false, true>(n, kThreads, copies, s));
 }
 
 template <typename T, int kUnroll, bool kRuntime>
 void row(const char* dtype, long n, int threads, int copies, cudaStream_t s) {
-  std::printf("%-5s n=%-10ld unroll %d threads %4d %s | off %8.3f wait %8.3f trigger first %8.3f trigger after loads "
-              "%8.3f\n",
-              dtype, n, kUnroll, threads, kRuntime ? "run-time act" : "relu        ",
-              time_variant<T, kUnroll, kReadOnly, kWriteBack, kRuntime>(n, threads, copies, s),
-              time_variant<T, kUnroll, kReadOnly, kWriteBack, kRuntime, false, kWaitOnly>(n, threads, copies, s),
-              time_variant<T, kUnroll, kReadOnly, kWriteBack, kRuntime, false, kTriggerFirst>(n, threads, copies, s),
-              time_variant<T, kUnroll, kReadOnly, kWriteBack, kRuntime, false, kTriggerAfterLoads>(n, threads, copies,
-                                                                                                  s));
+  std::printf(
+      "%-5s n=%-10ld unroll %d threads %4d %s | off %8.3f wait %8.3f trigger first %8.3f trigger "
+      "after loads "
+      "%8.3f\n",
+      dtype, n, kUnroll, threads, kRuntime ? "run-time act" : "relu        ",
+      time_variant<T, kUnroll, kReadOnly, kWriteBack, kRuntime>(n, threads, copies, s),
+      time_variant<T, kUnroll, kReadOnly, kWriteBack, kRuntime, false, kWaitOnly>(n, threads,
+                                                                                  copies, s),
+      time_variant<T, kUnroll, kReadOnly, kWriteBack, kRuntime, false, kTriggerFirst>(n, threads,
+                                                                                      copies, s),
+      time_variant<T, kUnroll, kReadOnly, kWriteBack, kRuntime, false, kTriggerAfterLoads>(
+          n, threads, copies, s));
 }
 
 template <typename T>

@@ -113,6 +113,17 @@ def test_sums_over_different_dimensions_take_a_launch_each(emulator: Emulator) -
         assert len(check_backward(emulator, "add_mul_act", *sides)) == 3
 
 
+def test_a_total_beside_many_rows_takes_a_launch_of_its_own(emulator: Emulator) -> None:
+    x, column, scalar = (
+        integers(*shape, dtype=torch.bfloat16) for shape in ((4100, 8), (4100, 1), ())
+    )
+    (launch,) = check_backward(emulator, "act_scale_bias", x[:4000], column[:4000], scalar)
+    assert launch.gradients == ("full", "rows", "total")
+    first, second = check_backward(emulator, "act_scale_bias", x, column, scalar)
+    assert first.gradients == ("full", "rows", "none")
+    assert second.gradients == ("none", "none", "total")
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_incoming_gradient_in_another_layout(emulator: Emulator, op: str) -> None:
     def new(*shape: int) -> Tensor:

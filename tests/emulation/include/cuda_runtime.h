@@ -62,6 +62,15 @@ inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 using cudaStream_t = void*;
 
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+template <typename... Params>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Params...)) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
