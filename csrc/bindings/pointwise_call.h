@@ -37,7 +37,7 @@ inline std::string describe(const char* name, const PointwiseParams& params,
       "{\"op\": ", quoted(name), ", \"path\": ", quoted(name_of(plan.path)),
       ", \"vec\": ", plan.vec, ", \"threads\": ", plan.threads, ", \"blocks\": [", plan.blocks_x,
       ", ", plan.blocks_y * plan.blocks_z, "], \"rows\": ", plan.rows,
-      ", \"columns\": ", plan.columns, ", \"sizes\": [",
+      ", \"columns\": ", plan.columns + plan.rest, ", \"sizes\": [",
       join(plan.space.num_dims, [&](int64_t d) { return plan.space.sizes[d]; }), "], \"access\": [",
       join(plan.space.num_tensors, [&](int64_t t) { return quoted(name_of(plan.access[t])); }),
       "]");

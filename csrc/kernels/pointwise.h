@@ -90,6 +90,7 @@ struct PointwisePlan {
   int split = 0;  // leading dimensions of `space` that make up the rows
   int64_t rows = 0;
   int64_t columns = 0;
+  int64_t rest = 0;  // columns behind the last whole vector, for a second launch on the scalar path
   bool simple = false;  // one dimension of rows, one of columns, sizes and strides below 2^31
   Iteration space;
   Access access[kMaxTensors] = {};

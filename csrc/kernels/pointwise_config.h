@@ -28,13 +28,16 @@ inline int vector_width_of(DType dtype) {
 }
 
 // Whether a thread can take `vec` columns of every tensor at once: the innermost dimension has
-// whole vectors, and each tensor either has them side by side and aligned, or is constant along
-// them.
+// whole vectors (a single row without sums may leave a rest), and each tensor either has them side
+// by side and aligned, or is constant along them.
 inline bool fits_vectors(const PointwiseParams& params, const PointwisePlan& plan, int num_inputs,
                          int vec) {
   const Iteration& space = plan.space;
   const int last = space.num_dims - 1;
-  if (last < plan.split || space.sizes[last] % vec != 0) return false;
+  if (last < plan.split) return false;
+  const bool may_have_rest =
+      plan.path == PointwisePath::kBroadcast && space.num_dims == 1 && plan.columns > vec;
+  if (space.sizes[last] % vec != 0 && !may_have_rest) return false;
   for (int t = 0; t < space.num_tensors; ++t) {
     if (plan.access[t] == Access::kAbsent || plan.access[t] == Access::kNumber) continue;
     const int64_t* strides = space.strides[t];
@@ -65,6 +68,10 @@ inline void choose_access(const PointwiseParams& params, int num_inputs, unsigne
   const int width = vector_width_of(params.dtype);
   if (width == 1 || !fits_vectors(params, *plan, num_inputs, width)) return;
   plan->vec = width;
+  if (space.num_dims == 1) {
+    plan->rest = plan->columns % width;
+    plan->columns -= plan->rest;
+  }
   for (int t = 0; t < space.num_tensors; ++t) {
     if (plan->access[t] != Access::kElement) continue;
     plan->access[t] = space.strides[t][space.num_dims - 1] == 0 ? Access::kSplat : Access::kVector;

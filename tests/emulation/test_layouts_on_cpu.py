@@ -39,7 +39,7 @@ ROWS, SCALAR_ROWS = ("rows", True), ("rows", False)
 LAYOUTS = {
     "full": Layout(lambda new: (new(9, 64), new(9, 64)), LINEAR, BROADCAST),
     "full with a rest": Layout(lambda new: (new(7, 43), new(7, 43)), LINEAR, SCALAR_BROADCAST),
-    "one block and a rest": Layout(lambda new: (new(2051), new(2051)), LINEAR, SCALAR_BROADCAST),
+    "one block and a rest": Layout(lambda new: (new(2051), new(2051)), LINEAR, BROADCAST),
     "one element": Layout(lambda new: (new(1), new(1)), LINEAR, SCALAR_BROADCAST),
     "row": Layout(lambda new: (new(37, 40), new(40)), BROADCAST, COLUMNS),
     "odd row": Layout(lambda new: (new(37, 41), new(41)), SCALAR_BROADCAST, SCALAR_COLUMNS),
@@ -53,7 +53,7 @@ LAYOUTS = {
     ),
     "column of many rows": Layout(lambda new: (new(700, 8), new(700, 1)), BROADCAST, ROWS),
     "scalar": Layout(lambda new: (new(37, 40), new()), BROADCAST, ROWS),
-    "scalar, odd": Layout(lambda new: (new(37, 41), new()), SCALAR_BROADCAST, SCALAR_ROWS),
+    "scalar, odd": Layout(lambda new: (new(37, 41), new()), BROADCAST, SCALAR_ROWS),
     "number": Layout(lambda new: (new(37, 40), 3.0), LINEAR, BROADCAST),
     "number, pitched": Layout(
         lambda new: (layouts.pitched(new(37, 40)), 3.0), SCALAR_BROADCAST, SCALAR_BROADCAST
