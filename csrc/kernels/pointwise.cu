@@ -12,9 +12,8 @@
 //
 // Backward:
 // - pointwise_bwd_kernel where no gradient has to be summed;
-// - pointwise_bwd_sum_kernel where operands were broadcast. It writes the full gradients and, in
-// the
-//   same pass, sums the others: down the columns for a bias ([N], or [C, 1, 1] of channels-last),
+// - pointwise_bwd_sum_kernel where operands were broadcast. It writes the full gradients and sums
+//   the others in the same pass: down the columns for a bias ([N], or [C, 1, 1] of channels-last),
 //   along the rows for a value per row ([M, 1], or [C, 1, 1] of NCHW) or a scalar. It leaves
 //   partial sums, one for each block and value;
 // - sum_partials_kernel adds those up, in an order fixed for a device and layout.

@@ -38,7 +38,7 @@ ROWS, SCALAR_ROWS = ("rows", True), ("rows", False)
 
 LAYOUTS = {
     "full": Layout(lambda new: (new(9, 64), new(9, 64)), LINEAR, BROADCAST),
-    "full with a rest": Layout(lambda new: (new(7, 43), new(7, 43)), LINEAR, SCALAR_BROADCAST),
+    "full with a rest": Layout(lambda new: (new(7, 43), new(7, 43)), LINEAR, BROADCAST),
     "one block and a rest": Layout(lambda new: (new(2051), new(2051)), LINEAR, BROADCAST),
     "one element": Layout(lambda new: (new(1), new(1)), LINEAR, SCALAR_BROADCAST),
     "row": Layout(lambda new: (new(37, 40), new(40)), BROADCAST, COLUMNS),
