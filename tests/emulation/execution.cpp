@@ -139,7 +139,6 @@ void previous_kernel_ends() {
 
 void resume(unsigned thread) {
   current = fibers[thread].get();
-  current->wait = Wait::kNothing;
   threadIdx = index_of(thread);
   if (_setjmp(scheduler) == 0) {
     if (current->started) _longjmp(current->position, 1);
@@ -169,6 +168,12 @@ bool all_wait_for(Wait wait, unsigned first, unsigned last) {
   return true;
 }
 
+void release(Wait wait, unsigned first, unsigned last) {
+  for (unsigned thread = first; thread < last; ++thread) {
+    if (fibers[thread]->wait == wait) fibers[thread]->wait = Wait::kNothing;
+  }
+}
+
 void exchange(unsigned first) {
   unsigned char values[kWarpSize][sizeof(Fiber::value)];
   for (unsigned lane = 0; lane < kWarpSize; ++lane)
@@ -179,32 +184,41 @@ void exchange(unsigned first) {
   }
 }
 
+// The i-th of `count` in the order of this run.
+unsigned in_order(unsigned i, unsigned count) { return reversed ? count - 1 - i : i; }
+
+// Until the warp's threads have ended or wait for those of other warps.
+void run_warp(unsigned first, unsigned size) {
+  for (;;) {
+    for (unsigned i = 0; i < size; ++i) {
+      const unsigned thread = first + in_order(i, size);
+      if (fibers[thread]->wait == Wait::kNothing) resume(thread);
+    }
+    if (size < kWarpSize || !all_wait_for(Wait::kShuffle, first, first + size)) return;
+    exchange(first);
+    release(Wait::kShuffle, first, first + size);
+  }
+}
+
 void run_block() {
   const unsigned count = blockDim.x * blockDim.y * blockDim.z;
-  std::vector<unsigned> ready(count);
-  for (unsigned i = 0; i < count; ++i) ready[i] = reversed ? count - 1 - i : i;
-  for (unsigned i = 0; i < count; ++i) fibers[i]->line = 0;
-  while (!ready.empty()) {
-    for (unsigned thread : ready) resume(thread);
-    ready.clear();
+  const unsigned warps = (count + kWarpSize - 1) / kWarpSize;
+  for (unsigned i = 0; i < count; ++i) fibers[i]->wait = Wait::kNothing;
+  for (;;) {
+    for (unsigned i = 0; i < warps; ++i) {
+      const unsigned first = in_order(i, warps) * kWarpSize;
+      run_warp(first, std::min(kWarpSize, count - first));
+    }
     if (previous_kernel_runs) {
       previous_kernel_ends();
-      for (unsigned thread = 0; thread < count; ++thread) {
-        if (fibers[thread]->wait == Wait::kPreviousKernel) ready.push_back(thread);
-      }
-    } else if (all_wait_for(Wait::kEnd, 0, count)) {
-      return;
+      release(Wait::kPreviousKernel, 0, count);
     } else if (all_wait_for(Wait::kBarrier, 0, count)) {
-      for (unsigned thread = 0; thread < count; ++thread) ready.push_back(thread);
+      release(Wait::kBarrier, 0, count);
     } else {
-      for (unsigned first = 0; first + kWarpSize <= count; first += kWarpSize) {
-        if (!all_wait_for(Wait::kShuffle, first, first + kWarpSize)) continue;
-        exchange(first);
-        for (unsigned lane = 0; lane < kWarpSize; ++lane) ready.push_back(first + lane);
-      }
+      break;
     }
-    if (reversed) std::reverse(ready.begin(), ready.end());
   }
+  if (all_wait_for(Wait::kEnd, 0, count)) return;
   for (bool within_a_warp : {true, false}) {
     for (unsigned thread = 1; thread < count; ++thread) {
       if (within_a_warp && thread % kWarpSize == 0) continue;

@@ -113,6 +113,14 @@ def test_sums_over_different_dimensions_take_a_launch_each(emulator: Emulator) -
         assert len(check_backward(emulator, "add_mul_act", *sides)) == 3
 
 
+def test_sums_laid_out_differently_take_a_launch_each(emulator: Emulator) -> None:
+    x, scale, bias = (
+        integers(*shape, dtype=torch.float32) for shape in ((6, 5, 16), *[(5, 16)] * 2)
+    )
+    launches = check_backward(emulator, "act_scale_bias", x, scale, layouts.transposed(bias))
+    assert [launch.path for launch in launches] == ["columns", "columns"]
+
+
 def test_a_total_beside_many_rows_takes_a_launch_of_its_own(emulator: Emulator) -> None:
     x, column, scalar = (
         integers(*shape, dtype=torch.bfloat16) for shape in ((4100, 8), (4100, 1), ())

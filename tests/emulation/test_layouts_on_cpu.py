@@ -92,8 +92,16 @@ LAYOUTS = {
         SCALAR_BROADCAST,
         SCALAR_ROWS,
     ),
+    "row transposed": Layout(
+        lambda new: (new(6, 5, 16), layouts.transposed(new(5, 16))),
+        SCALAR_BROADCAST,
+        SCALAR_COLUMNS,
+    ),
     "pitched by vectors": Layout(
         lambda new: (pitched_by_vectors(new(19, 40)), new(40)), BROADCAST, COLUMNS
+    ),
+    "pitched by odd rows": Layout(
+        lambda new: (new(19, 43)[:, :40], new(40)), SCALAR_BROADCAST, SCALAR_COLUMNS
     ),
     "pitched": Layout(
         lambda new: (layouts.pitched(new(19, 40)), new(40)), SCALAR_BROADCAST, SCALAR_COLUMNS
