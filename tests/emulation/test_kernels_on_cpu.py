@@ -114,9 +114,8 @@ def test_sums_over_different_dimensions_take_a_launch_each(emulator: Emulator) -
 
 
 def test_sums_laid_out_differently_take_a_launch_each(emulator: Emulator) -> None:
-    x, scale, bias = (
-        integers(*shape, dtype=torch.float32) for shape in ((6, 5, 16), *[(5, 16)] * 2)
-    )
+    x = integers(6, 5, 16, dtype=torch.float32)
+    scale, bias = (integers(5, 16, dtype=torch.float32) for _ in range(2))
     launches = check_backward(emulator, "act_scale_bias", x, scale, layouts.transposed(bias))
     assert [launch.path for launch in launches] == ["columns", "columns"]
 
