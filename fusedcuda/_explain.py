@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from . import _jit
-from .ops import _pointwise_reference as reference
 from .ops import pointwise
 from .ops._activations import activation_code
 from .ops._operands import is_number, resolve
@@ -106,8 +105,8 @@ def explain(
     given = {name: call.arguments[name] for name in operator.operands}
     resolved = resolve(operator.name, given)
     packed = operator.name == "act_mul_packed"
-    if packed:
-        reference.check_packed(*resolved)
+    if operator.check is not None:
+        operator.check(*resolved)
     mask = _gradients_computed(operator.name, given, resolved) if backward else 0
 
     _jit.load(pointwise.FAMILY)

@@ -8,11 +8,33 @@
 namespace fusedcuda {
 
 // A formula is result(x, act(argument(x))). Operands that share a gradient share a slot.
+struct ActivationLast {
+  template <typename C>
+  static __device__ C result(const C*, C t) {
+    return t;
+  }
+  template <typename C>
+  static __device__ C upstream(const C*, C grad) {
+    return grad;
+  }
+};
+
+struct ActivationFirst {
+  template <typename C>
+  static __device__ C argument(const C* x) {
+    return x[0];
+  }
+  template <typename C>
+  static __device__ C upstream(const C* x, C grad) {
+    return grad * x[1];
+  }
+};
+
 template <PointwiseOp kOp>
 struct Formula;
 
 template <>
-struct Formula<PointwiseOp::kAddAct> {
+struct Formula<PointwiseOp::kAddAct> : ActivationLast {
   static constexpr int kOperands = 2;
   static constexpr int kSlots = 1;
   static __host__ __device__ constexpr int slot_of(int) { return 0; }
@@ -21,35 +43,19 @@ struct Formula<PointwiseOp::kAddAct> {
     return x[0] + x[1];
   }
   template <typename C>
-  static __device__ C result(const C*, C t) {
-    return t;
-  }
-  template <typename C>
-  static __device__ C upstream(const C*, C grad) {
-    return grad;
-  }
-  template <typename C>
   static __device__ void gradients(const C*, C, C, C dz, C* g) {
     g[0] = dz;
   }
 };
 
 template <>
-struct Formula<PointwiseOp::kAddMulAct> {
+struct Formula<PointwiseOp::kAddMulAct> : ActivationLast {
   static constexpr int kOperands = 3;
   static constexpr int kSlots = 2;
   static __host__ __device__ constexpr int slot_of(int operand) { return operand == 2; }
   template <typename C>
   static __device__ C argument(const C* x) {
     return (x[0] + x[1]) * x[2];
-  }
-  template <typename C>
-  static __device__ C result(const C*, C t) {
-    return t;
-  }
-  template <typename C>
-  static __device__ C upstream(const C*, C grad) {
-    return grad;
   }
   template <typename C>
   static __device__ void gradients(const C* x, C, C, C dz, C* g) {
@@ -59,21 +65,13 @@ struct Formula<PointwiseOp::kAddMulAct> {
 };
 
 template <>
-struct Formula<PointwiseOp::kActScaleBias> {
+struct Formula<PointwiseOp::kActScaleBias> : ActivationFirst {
   static constexpr int kOperands = 3;
   static constexpr int kSlots = 3;
   static __host__ __device__ constexpr int slot_of(int operand) { return operand; }
   template <typename C>
-  static __device__ C argument(const C* x) {
-    return x[0];
-  }
-  template <typename C>
   static __device__ C result(const C* x, C t) {
     return t * x[1] + x[2];
-  }
-  template <typename C>
-  static __device__ C upstream(const C* x, C grad) {
-    return grad * x[1];
   }
   template <typename C>
   static __device__ void gradients(const C*, C grad, C t, C dz, C* g) {
@@ -84,21 +82,13 @@ struct Formula<PointwiseOp::kActScaleBias> {
 };
 
 template <>
-struct Formula<PointwiseOp::kActMul> {
+struct Formula<PointwiseOp::kActMul> : ActivationFirst {
   static constexpr int kOperands = 2;
   static constexpr int kSlots = 2;
   static __host__ __device__ constexpr int slot_of(int operand) { return operand; }
   template <typename C>
-  static __device__ C argument(const C* x) {
-    return x[0];
-  }
-  template <typename C>
   static __device__ C result(const C* x, C t) {
     return t * x[1];
-  }
-  template <typename C>
-  static __device__ C upstream(const C* x, C grad) {
-    return grad * x[1];
   }
   template <typename C>
   static __device__ void gradients(const C*, C grad, C t, C dz, C* g) {

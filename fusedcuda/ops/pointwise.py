@@ -22,23 +22,16 @@ Common to all functions here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from .._library import (
-    apply_function,
-    define,
-    define_host,
-    first_order_only,
-    functorch_active,
-)
+from .._library import define, define_host, first_order_only
 from . import _pointwise_reference as reference
 from ._activations import ACTIVATIONS, activation_code
-from ._operands import batched, resolve
+from ._call import Operator, call
+from ._operands import batched
 
 FAMILY = "pointwise"
 
@@ -56,7 +49,7 @@ def add_relu(a: Tensor, b: Tensor | float) -> Tensor:
     >>> fusedcuda.add_relu(torch.tensor([1.0, -2.0]), 0.5)
     tensor([1.5000, 0.0000])
     """
-    return _call(_ADD_RELU, (a, b))
+    return call(_ADD_RELU, (a, b))
 
 
 def add_mul_act(
@@ -67,7 +60,7 @@ def add_mul_act(
     Memory: reads 3, writes 1 (eager: 5 and 3). Backward: reads 4, writes 2 (``a`` and ``b`` share
     one). Saved for backward: ``a``, ``b``, ``c``.
     """
-    return _call(_ADD_MUL_ACT, (a, b, c), activation_code("add_mul_act", activation))
+    return call(_ADD_MUL_ACT, (a, b, c), activation_code("add_mul_act", activation))
 
 
 def act_scale_bias(
@@ -79,7 +72,7 @@ def act_scale_bias(
     ``bias`` is the incoming one, copied or summed. Saved for backward: ``x``, ``scale``, ``bias``
     (for its shape).
     """
-    return _call(_ACT_SCALE_BIAS, (x, scale, bias), activation_code("act_scale_bias", activation))
+    return call(_ACT_SCALE_BIAS, (x, scale, bias), activation_code("act_scale_bias", activation))
 
 
 def bias_act(x: Tensor, bias: Tensor | float, activation: str = "relu") -> Tensor:
@@ -91,8 +84,8 @@ def bias_act(x: Tensor, bias: Tensor | float, activation: str = "relu") -> Tenso
     """
     code = activation_code("bias_act", activation)
     if code == ACTIVATIONS["relu"]:
-        return _call(_BIAS_RELU, (x, bias))
-    return _call(_BIAS_ACT, (x, bias), code)
+        return call(_BIAS_RELU, (x, bias))
+    return call(_BIAS_ACT, (x, bias), code)
 
 
 def act_mul(gate: Tensor, up: Tensor | float, activation: str = "silu") -> Tensor:
@@ -101,7 +94,7 @@ def act_mul(gate: Tensor, up: Tensor | float, activation: str = "silu") -> Tenso
     Memory: reads 2, writes 1 (eager: 3 and 2). Backward: reads 3, writes 2. Saved for backward:
     ``gate``, ``up``. Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
     """
-    return _call(_ACT_MUL, (gate, up), activation_code("act_mul", activation))
+    return call(_ACT_MUL, (gate, up), activation_code("act_mul", activation))
 
 
 def act_mul_packed(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -114,71 +107,7 @@ def act_mul_packed(gate_up: Tensor, activation: str = "silu") -> Tensor:
     Memory: reads 2 and writes 1 tensor of the output's size; backward reads 3, writes 2.
     Saved for backward: ``gate_up``. An odd or missing last dimension is a ``ValueError``.
     """
-    return _call(_ACT_MUL_PACKED, (gate_up,), activation_code("act_mul_packed", activation))
-
-
-class _Operator(NamedTuple):
-    name: str
-    raw: torch._ops.OpOverload
-    function: type[torch.autograd.Function]
-    operands: tuple[str, ...]
-
-
-def _call(operator: _Operator, operands: tuple[Any, ...], *activation: int) -> Tensor:
-    """The raw operator, or its differentiable form when an operand asks for a gradient.
-
-    Written for the common case, tensors of one dtype; whatever does not fit is resolved afterwards,
-    so that the checks cost nothing when there is nothing to complain about.
-    """
-    if torch.compiler.is_compiling():
-        return _call_traced(operator, operands, *activation)
-    try:
-        dtype = operands[0].dtype
-        needs_gradient = False
-        for operand in operands:
-            if operand.dtype is not dtype:
-                raise TypeError("mixed dtypes")
-            needs_gradient = needs_gradient or operand.requires_grad
-        return _dispatch(operator, operands, needs_gradient, *activation)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        resolved = _resolve(operator, operands)
-        if all(new is old for new, old in zip(resolved, operands, strict=True)):
-            raise
-    return _dispatch(operator, resolved, any(t.requires_grad for t in resolved), *activation)
-
-
-def _dispatch(
-    operator: _Operator, operands: Sequence[Tensor], needs_gradient: bool, *activation: int
-) -> Tensor:
-    # Under functorch a tensor may need a gradient of an outer level without saying so, and in
-    # forward mode Function.apply is what refuses dual tensors.
-    if torch.is_grad_enabled() and (needs_gradient or functorch_active()):
-        return apply_function(operator.function, *operands, *activation)
-    if forward_ad._current_level >= 0:
-        return operator.function.apply(*operands, *activation)
-    # What raw(...) calls, half a microsecond cheaper.
-    return operator.raw._op(*operands, *activation)
-
-
-def _call_traced(operator: _Operator, operands: tuple[Any, ...], *activation: int) -> Tensor:
-    """:func:`_call` for Dynamo, where the checks are made once, while tracing."""
-    resolved = _resolve(operator, operands)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in resolved):
-        return operator.function.apply(*resolved, *activation)
-    if forward_ad._current_level >= 0 or (functorch_active() and torch.is_grad_enabled()):
-        # Dynamo would inline the raw operator here and lose the gradient or the tangent.
-        raise NotImplementedError(
-            f"{operator.name}: torch.func transforms inside torch.compile work under "
-            "torch.no_grad() only; compile without the transform, or transform without compiling"
-        )
-    return operator.raw(*resolved, *activation)
-
-
-def _resolve(operator: _Operator, operands: tuple[Any, ...]) -> list[Tensor]:
-    resolved = resolve(operator.name, dict(zip(operator.operands, operands, strict=True)))
-    if operator.name == "act_mul_packed":
-        reference.check_packed(*resolved)
-    return resolved
+    return call(_ACT_MUL_PACKED, (gate_up,), activation_code("act_mul_packed", activation))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -419,15 +348,15 @@ class _ActMulPacked(torch.autograd.Function):
         return _act_mul_packed_backward(grad, gate_up, ctx.activation), None
 
 
-_ADD_RELU = _Operator("add_relu", _add_relu, _AddRelu, ("a", "b"))
-_ADD_MUL_ACT = _Operator("add_mul_act", _add_mul_act, _AddMulAct, ("a", "b", "c"))
-_ACT_SCALE_BIAS = _Operator(
-    "act_scale_bias", _act_scale_bias, _ActScaleBias, ("x", "scale", "bias")
+_ADD_RELU = Operator("add_relu", _add_relu, _AddRelu, ("a", "b"))
+_ADD_MUL_ACT = Operator("add_mul_act", _add_mul_act, _AddMulAct, ("a", "b", "c"))
+_ACT_SCALE_BIAS = Operator("act_scale_bias", _act_scale_bias, _ActScaleBias, ("x", "scale", "bias"))
+_BIAS_ACT = Operator("bias_act", _bias_act, _BiasAct, ("x", "bias"))
+_BIAS_RELU = Operator("bias_act", _add_relu, _AddRelu, ("x", "bias"))
+_ACT_MUL = Operator("act_mul", _act_mul, _ActMul, ("gate", "up"))
+_ACT_MUL_PACKED = Operator(
+    "act_mul_packed", _act_mul_packed, _ActMulPacked, ("gate_up",), reference.check_packed
 )
-_BIAS_ACT = _Operator("bias_act", _bias_act, _BiasAct, ("x", "bias"))
-_BIAS_RELU = _Operator("bias_act", _add_relu, _AddRelu, ("x", "bias"))
-_ACT_MUL = _Operator("act_mul", _act_mul, _ActMul, ("gate", "up"))
-_ACT_MUL_PACKED = _Operator("act_mul_packed", _act_mul_packed, _ActMulPacked, ("gate_up",))
 
 _OPERATORS = {
     add_relu: _ADD_RELU,
@@ -446,7 +375,7 @@ SUMS = ("add_relu", "bias_act", "add_mul_act")
 define_host("pointwise_plan(str op, Tensor[] operands, int num_sms, int mask) -> str")
 
 
-def operator_of(function: Any) -> _Operator | None:
+def operator_of(function: Any) -> Operator | None:
     """The operator behind a public function of this family."""
     try:
         return _OPERATORS.get(function)
