@@ -279,17 +279,21 @@ void run_grid(dim3 grid, dim3 block, bool dependent, const std::function<void()>
   }
 }
 
+// On each side of a tensor: room for an offset that is off by rows, not only by elements.
+static size_t guard_size() { return 64 * sysconf(_SC_PAGESIZE); }
+
 GuardedMemory::GuardedMemory(size_t size) : size_(size) {
   const size_t page = sysconf(_SC_PAGESIZE);
+  const size_t guard = guard_size();
   const size_t padded = (size + 15) / 16 * 16;
-  mapped_ = (padded + page - 1) / page * page + 2 * page;
+  mapped_ = (padded + page - 1) / page * page + 2 * guard;
   void* pages = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (pages == MAP_FAILED) throw std::runtime_error("no memory");
   pages_ = static_cast<std::byte*>(pages);
-  std::fill(pages_ + page, pages_ + mapped_ - page, std::byte{0xff});
-  mprotect(pages_, page, PROT_NONE);
-  mprotect(pages_ + mapped_ - page, page, PROT_NONE);
-  data_ = pages_ + mapped_ - page - padded;
+  std::fill(pages_ + guard, pages_ + mapped_ - guard, std::byte{0xff});
+  mprotect(pages_, guard, PROT_NONE);
+  mprotect(pages_ + mapped_ - guard, guard, PROT_NONE);
+  data_ = pages_ + mapped_ - guard - padded;
   memories.insert(this);
 }
 
@@ -299,15 +303,15 @@ GuardedMemory::~GuardedMemory() {
 }
 
 void GuardedMemory::allow_access(bool allow) {
-  const size_t page = sysconf(_SC_PAGESIZE);
-  mprotect(pages_ + page, mapped_ - 2 * page, allow ? PROT_READ | PROT_WRITE : PROT_NONE);
+  const size_t guard = guard_size();
+  mprotect(pages_ + guard, mapped_ - 2 * guard, allow ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
 bool GuardedMemory::is_intact() const {
-  const size_t page = sysconf(_SC_PAGESIZE);
+  const size_t guard = guard_size();
   auto untouched = [](std::byte byte) { return byte == std::byte{0xff}; };
-  return std::all_of(pages_ + page, data_, untouched) &&
-         std::all_of(data_ + size_, pages_ + mapped_ - page, untouched);
+  return std::all_of(pages_ + guard, data_, untouched) &&
+         std::all_of(data_ + size_, pages_ + mapped_ - guard, untouched);
 }
 
 }  // namespace emulation
