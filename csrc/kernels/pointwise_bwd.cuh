@@ -10,11 +10,11 @@
 
 namespace fusedcuda {
 
-// Tensors of the backward kernel: operands, incoming gradient, one gradient an operand.
+// Tensors of the backward kernels: operands, incoming gradient, one gradient an operand.
 template <PointwiseOp kOp>
 constexpr int kBwdTensors = 2 * Formula<kOp>::kOperands + 1;
 
-// Sums that pointwise_bwd_kernel leaves for sum_partials_kernel.
+// Sums that pointwise_bwd_sum_kernel leaves for sum_partials_kernel.
 struct PartialSums {
   GradientKind kinds[kMaxOperands];
   void* partials[kMaxOperands];  // [partials, values]
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 
 // The same, with sums: a thread's stay in registers until its slice of the walk ends.
 template <PointwiseOp kOp, typename T, int kVec>
-__global__ void __launch_bounds__(kPointwiseSumThreads, blocks_per_sm(kOp))
+__global__ void __launch_bounds__(kPointwiseSumThreads, pointwise_sum_blocks(kOp))
     pointwise_bwd_sum_kernel(const __grid_constant__ Table<kBwdTensors<kOp>> table,
                              const __grid_constant__ PartialSums sums, Activation activation) {
   using F = Formula<kOp>;
@@ -153,8 +153,7 @@ struct SumPartialsParams {
 };
 
 // out[v] = sum over p of partials[p, v]: blockDim.x threads along v, the others along p with
-// several loads in flight each. The order of the additions is fixed. blockIdx.y
-// is the operand.
+// several loads in flight each. The order of the additions is fixed. blockIdx.y is the operand.
 template <typename T>
 __global__ void __launch_bounds__(kSumPartialsThreads)
     sum_partials_kernel(const __grid_constant__ SumPartialsParams p) {

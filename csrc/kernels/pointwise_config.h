@@ -178,7 +178,8 @@ inline void choose_sum_grid(const DeviceTraits& device, PointwiseOp op, Pointwis
     plan->blocks_x = ceil_div(plan->rows, kPointwiseSumThreads / plan->tile_x);
     slices = ceil_div(vectors, static_cast<int64_t>(plan->tile_x));
   }
-  const int64_t enough = static_cast<int64_t>(device.num_sms) * blocks_per_sm(op) / plan->blocks_x;
+  const int64_t enough =
+      static_cast<int64_t>(device.num_sms) * pointwise_sum_blocks(op) / plan->blocks_x;
   plan->blocks_y = std::clamp<int64_t>(slices, 1, std::clamp<int64_t>(enough, 1, kMaxGridY));
 }
 

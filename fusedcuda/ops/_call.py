@@ -18,9 +18,8 @@ class Operator(NamedTuple):
     raw: torch._ops.OpOverload
     function: type[torch.autograd.Function]
     operands: tuple[str, ...]
-    check: Callable[..., None] | None = (
-        None  # of the operands together, beyond what resolve() knows
-    )
+    # Of the operands together, beyond what resolve() knows.
+    check: Callable[..., None] | None = None
 
 
 def call(operator: Operator, operands: tuple[Any, ...], *activation: int) -> Tensor:
