@@ -1,11 +1,14 @@
 """`python -m fusedcuda demo`: what it prints, what it checks, and that it notices a wrong op."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -399,11 +402,37 @@ def test_table_without_a_working_profiler():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gpu_run_launches_fewer_kernels(capsys, dtype):
+def test_gpu_run(capsys, dtype):
     arguments = ["--device", "cuda", "--batch", "4096", "--steps", "3", "--dtype", dtype]
     assert main([*arguments, "--compile"]) == 0
     output = capsys.readouterr().out
-    plain, fused, compiled, _ = row(output, "Training step", "kernel launches")
-    assert int(fused) <= int(plain)
-    assert int(compiled) > 0
+    assert all(int(n) > 0 for n in row(output, "Training step", "kernel launches")[:3])
     assert row(output, "Training step", "bytes moved by bias and ReLU")[2:] == ["-", "-17%"]
+
+
+def kernels_of_a_step(hidden: Callable, dtype: torch.dtype) -> tuple[int, int]:
+    """Kernels of fusedcuda and of PyTorch itself. Not those of its libraries: how many a matrix
+    product takes depends on the algorithm that cuBLAS happens to choose."""
+    config = CONFIGS["kaggle"]
+    model = DLRM(config, table_rows=50).to("cuda", dtype)
+    batch = make_batch(config, 4096, dtype)
+    batch = Batch(batch.dense.cuda(), batch.indices.cuda(), batch.labels.cuda())
+    trainer = Trainer(model, lambda *inputs: model(*inputs, hidden=hidden))
+    trainer.warm_up(batch)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        trainer.step(batch)
+        torch.cuda.synchronize()
+    names = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    return sum("fusedcuda::" in name for name in names), sum("at::native" in name for name in names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_layers_launch_no_more_kernels(dtype):
+    layers = len(CONFIGS["kaggle"].bottom) + len(CONFIGS["kaggle"].top)
+    plain_own, plain_others = kernels_of_a_step(plain_hidden, dtype)
+    fused_own, fused_others = kernels_of_a_step(fused_hidden, dtype)
+    assert plain_own == 0
+    assert fused_own == 3 * layers  # forward, backward, the end of its sums
+    assert fused_own + fused_others <= plain_others

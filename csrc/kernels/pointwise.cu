@@ -18,12 +18,13 @@
 //   partial sums, one for each block and value;
 // - sum_partials_kernel adds those up, in an order fixed for a device and layout.
 //
-// kVec is the vector width of T, or 1: the scalar path for strides and alignments that have no
-// 16-byte access.
+// kVec is the vector width of T where every tensor has whole aligned vectors (common/walk.cuh), or
+// 1 for any strides and alignments (common/gather.cuh).
 
 #include <algorithm>
 #include <type_traits>
 
+#include "common/gather.cuh"
 #include "common/launch.h"
 #include "common/walk.cuh"
 #include "pointwise.h"
@@ -101,28 +102,18 @@ __global__ void __launch_bounds__(kPointwiseThreads)
     pointwise_broadcast_kernel(const __grid_constant__ Table<Formula<kOp>::kOperands + 1> table,
                                Activation activation) {
   using F = Formula<kOp>;
-  constexpr int kTensors = F::kOperands + 1;
-  constexpr int kUnroll = kPointwiseUnroll<kVec>;
-  const Place<kVec, kUnroll, kTensors> place(table);
+  Place<T, kVec, F::kOperands + 1> place(table);
   wait_for_previous_kernel();
   if (!place.exists()) return;
-  Loaded<T, kVec> in[kUnroll][F::kOperands];
-  int64_t offsets[kUnroll][kTensors];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    place.locate(u, offsets[u]);
-#pragma unroll
-    for (int k = 0; k < F::kOperands; ++k) load<T, kVec>(table, k, offsets[u][k], &in[u][k]);
-  }
+  const auto& at = place.locate();
+  Loaded<T, kVec> in[F::kOperands];
+  load(table, at, in);
   let_next_kernel_start();
+  Compute<T> x[F::kOperands][kHeld<T, kVec>], y[kHeld<T, kVec>];
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    Compute<T> x[F::kOperands][kVec], y[kVec];
-#pragma unroll
-    for (int k = 0; k < F::kOperands; ++k) values_of<T, kVec>(table, k, in[u][k], x[k]);
-    evaluate<kOp, T>(activation, x, y);
-    if (u == 0 || place.exists(u)) store<T, kVec>(table, F::kOperands, offsets[u][F::kOperands], y);
-  }
+  for (int k = 0; k < F::kOperands; ++k) values_of<T, kVec>(table, k, at, in[k], x[k]);
+  evaluate<kOp, T>(activation, x, y);
+  store<T, kVec>(table, F::kOperands, at, y);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -176,12 +167,23 @@ Table<kTensors> make_table(const PointwiseParams& params, const PointwisePlan& p
     table.number[t] = params.tensors[t].number;
     table.access[t] = plan.access[t];
     for (int d = 0; d < plan.space.num_dims; ++d) table.strides[t][d] = plan.space.strides[t][d];
-    table.row_strides[t] = static_cast<uint32_t>(plan.split > 0 ? plan.space.strides[t][0] : 0);
-    table.column_strides[t] = static_cast<uint32_t>(
-        plan.space.num_dims > plan.split ? plan.space.strides[t][plan.split] : 0);
+    const int64_t* strides = plan.space.strides[t];
+    const bool has_columns = plan.space.num_dims > plan.split;
+    table.row_strides[t] = static_cast<uint32_t>(plan.split > 0 ? strides[0] : 0);
+    table.column_strides[t] = static_cast<uint32_t>(has_columns ? strides[plan.split] : 0);
+    table.steps[t] = has_columns ? strides[plan.space.num_dims - 1] : 0;
   }
   table.simple = plan.simple;
+  table.flat = plan.path == PointwisePath::kFlat;
+  table.line = plan.line;
+  table.stretches = Divider::make(plan.stretches_in_line);
+  table.num_stretches = plan.stretches_in_line * (plan.columns / plan.line);
   return table;
+}
+
+// Whether a launch is for walk.cuh; else it is for gather.cuh.
+inline bool all_in_vectors(const PointwisePlan& plan) {
+  return plan.vec > 1 && plan.path != PointwisePath::kFlat;
 }
 
 // Blocks of (tile_x, threads / tile_x).
@@ -209,7 +211,8 @@ struct Rest {
         tensor.data = static_cast<char*>(tensor.data) + elements * size_of(params.dtype);
       }
       Access& access = plan.access[t];
-      if (access == Access::kVector || access == Access::kSplat) access = Access::kElement;
+      if (access == Access::kVector) access = Access::kUnaligned;
+      if (access == Access::kSplat) access = Access::kElement;
     }
     plan.space.sizes[0] = plan.columns = whole.rest;
     plan.rest = 0;
@@ -242,15 +245,14 @@ struct Forward {
       }
     }
     const auto table = make_table<kOperands + 1>(params, plan);
-    constexpr int kVec = kVectorWidth<T>;
-    if (plan.vec == kVec) {
-      const cudaError_t status =
-          start(pointwise_broadcast_kernel<kOp, T, kVec>, table, params.activation);
-      if (status != cudaSuccess || plan.rest == 0) return status;
-      const Rest rest(params, plan);
-      return run(rest.params, rest.plan, stream);
+    if (!all_in_vectors(plan)) {
+      return start(pointwise_broadcast_kernel<kOp, T, 1>, table, params.activation);
     }
-    return start(pointwise_broadcast_kernel<kOp, T, 1>, table, params.activation);
+    const cudaError_t status =
+        start(pointwise_broadcast_kernel<kOp, T, kVectorWidth<T>>, table, params.activation);
+    if (status != cudaSuccess || plan.rest == 0) return status;
+    const Rest rest(params, plan);
+    return run(rest.params, rest.plan, stream);
   }
 };
 
@@ -284,7 +286,7 @@ struct Backward {
       return launch(kernel, shape.grid, shape.block, plan.dependent_launch, stream, table, args...);
     };
     constexpr int kVec = kVectorWidth<T>;
-    const bool vectors = plan.vec == kVec;
+    const bool vectors = all_in_vectors(plan);
     const Activation activation = params.activation;
     if (num_reduced == 0) {
       if (!vectors) return start(pointwise_bwd_kernel<kOp, T, 1>, activation);
@@ -306,11 +308,8 @@ struct Backward {
 
 }  // namespace pointwise
 
-cudaError_t pointwise_dependent_launch(bool* supported) {
-  cudaFuncAttributes attributes;
-  const cudaError_t status = cudaFuncGetAttributes(&attributes, sum_partials_kernel<float>);
-  *supported = status == cudaSuccess && attributes.ptxVersion >= 90;
-  return status;
+cudaError_t pointwise_device_traits(DeviceTraits* traits) {
+  return describe_device(sum_partials_kernel<float>, traits);
 }
 
 cudaError_t launch_pointwise(const PointwiseParams& params, const PointwisePlan& plan,

@@ -16,14 +16,6 @@ namespace fusedcuda {
 
 constexpr int kPointwiseThreads = 256;     // a block
 constexpr int kPointwiseSumThreads = 128;  // a block of the kernel with sums
-constexpr int kSumPartialsThreads = 1024;  // a block of the small kernel behind it
-
-// Vectors (on the scalar path: elements) a thread loads before it computes the first. More vectors
-// take registers, and the resident threads they cost are worth more: two are 10 to 20 % slower,
-// four 50 % (H200, bias_act and act_mul_packed of bf16). Single elements are 2 to 4 bytes and need
-// company.
-template <int kVec>
-constexpr int kPointwiseUnroll = kVec > 1 ? 1 : 4;
 
 enum class PointwiseOp {
   kAddAct,        // act(a + b)
@@ -71,7 +63,8 @@ enum class GradientKind {
 enum class PointwisePath {
   kEmpty,      // no elements
   kLinear,     // every tensor is laid out alike or a number: no index arithmetic
-  kBroadcast,  // the general elementwise kernel
+  kFlat,       // results are contiguous: the general elementwise kernel, over the end of each row
+  kBroadcast,  // the general elementwise kernel, row by row
   kColumns,    // backward with column sums
   kRows,       // backward with row sums
 };
@@ -79,7 +72,7 @@ enum class PointwisePath {
 // One launch, as pointwise_config.h chooses it and explain() prints it.
 struct PointwisePlan {
   PointwisePath path = PointwisePath::kEmpty;
-  int vec = 1;      // elements a thread handles at once
+  int vec = 1;      // elements of the widest access; 1: single elements of every tensor
   int threads = 0;  // a block
   bool dependent_launch = false;
   int tile_x = 0;     // threads of a block along the columns
@@ -90,7 +83,10 @@ struct PointwisePlan {
   int split = 0;  // leading dimensions of `space` that make up the rows
   int64_t rows = 0;
   int64_t columns = 0;
-  int64_t rest = 0;  // columns behind the last whole vector, for a second launch on the scalar path
+  int64_t rest = 0;  // columns behind the last whole vector, for a second launch
+  // With sums, without vectors: the innermost dimension of the columns, in what a block takes.
+  int64_t line = 1;
+  int64_t stretches_in_line = 1;
   bool simple = false;  // one dimension of rows, one of columns, sizes and strides below 2^31
   Iteration space;
   Access access[kMaxTensors] = {};
@@ -102,9 +98,8 @@ struct PointwisePlan {
   int64_t workspace_size = 0;  // float32 (float64 for float64) elements
 };
 
-// Whether the kernels that the current device runs wait for the one before them, so that they may
-// be launched early.
-cudaError_t pointwise_dependent_launch(bool* supported);
+// What the choosers need to know about the current device.
+cudaError_t pointwise_device_traits(DeviceTraits* traits);
 
 // Enqueue on `stream`. `workspace` has plan.workspace_size elements and is not needed after the
 // launch's kernels.

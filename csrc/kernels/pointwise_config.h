@@ -51,8 +51,45 @@ inline bool fits_vectors(const PointwiseParams& params, const PointwisePlan& pla
   return true;
 }
 
-// Fills plan->vec and plan->access; tensors from num_inputs on are outputs, and `written` tells
-// which are wanted.
+// Whether a tensor is one aligned piece of memory in the order of the iteration.
+inline bool is_contiguous(const PointwiseParams& params, const Iteration& space, int t) {
+  if (reinterpret_cast<uintptr_t>(params.tensors[t].data) % kVectorBytes != 0) return false;
+  int64_t size = 1;
+  for (int d = space.num_dims - 1; d >= 0; --d) {
+    if (space.strides[t][d] != size) return false;
+    size *= space.sizes[d];
+  }
+  return true;
+}
+
+// Where not all tensors have whole vectors: those that are contiguous still move in vectors, in a
+// flat walk, if all that is written does. (Single elements are written well by the other walk only;
+// gather.cuh has the reasons.)
+inline void choose_access_without_vectors(const PointwiseParams& params, int num_inputs, int width,
+                                          PointwisePlan* plan) {
+  const Iteration& space = plan->space;
+  const int last = space.num_dims - 1;
+  if (width == 1 || last < plan->split) return;  // a thread takes one element anyway
+  bool flat = plan->path == PointwisePath::kBroadcast;
+  for (int t = num_inputs; flat && t < space.num_tensors; ++t) {
+    flat = plan->access[t] == Access::kAbsent || is_contiguous(params, space, t);
+  }
+  if (flat) {
+    plan->path = PointwisePath::kFlat;
+    plan->vec = width;
+  }
+  for (int t = 0; t < space.num_tensors; ++t) {
+    if (plan->access[t] != Access::kElement) continue;
+    if (flat && is_contiguous(params, space, t)) {
+      plan->access[t] = Access::kVector;
+    } else if (space.strides[t][last] == 1) {
+      plan->access[t] = Access::kUnaligned;
+    }
+  }
+}
+
+// Fills plan->vec and plan->access, and makes the path kFlat where that is better; tensors from
+// num_inputs on are outputs, and `written` tells which are wanted.
 inline void choose_access(const PointwiseParams& params, int num_inputs, unsigned written,
                           PointwisePlan* plan) {
   const Iteration& space = plan->space;
@@ -66,7 +103,10 @@ inline void choose_access(const PointwiseParams& params, int num_inputs, unsigne
     }
   }
   const int width = vector_width_of(params.dtype);
-  if (width == 1 || !fits_vectors(params, *plan, num_inputs, width)) return;
+  if (width == 1 || !fits_vectors(params, *plan, num_inputs, width)) {
+    choose_access_without_vectors(params, num_inputs, width, plan);
+    return;
+  }
   plan->vec = width;
   if (space.num_dims == 1) {
     plan->rest = plan->columns % width;
@@ -144,16 +184,24 @@ inline int64_t innermost_dimension(const RawIteration& raw, int leader) {
   return innermost;
 }
 
-// Without sums: blocks_x covers the columns, blocks_y and blocks_z the rows.
-inline void choose_grid(const DeviceTraits& device, PointwisePlan* plan) {
-  const int unroll = plan->vec > 1 ? kPointwiseUnroll<8> : kPointwiseUnroll<1>;
-  const int64_t vectors = ceil_div(plan->columns, plan->vec);
+// Without sums: blocks_x covers the columns, blocks_y and blocks_z the rows; in a flat walk
+// blocks_x covers everything. A thread takes as many elements as fill a vector, whether it has
+// vectors or not: more take registers, and the resident threads they cost are worth more. Two
+// vectors are 10 to 20 % slower, four 50 % (H200, bias_act and act_mul_packed of bf16).
+inline void choose_grid(const DeviceTraits& device, int width, PointwisePlan* plan) {
   plan->threads = kPointwiseThreads;
   plan->dependent_launch = device.dependent_launch;
-  const int64_t width = next_power_of_two(ceil_div(vectors, unroll));
+  if (plan->path == PointwisePath::kFlat) {
+    plan->tile_x = kPointwiseThreads;
+    plan->blocks_x =
+        ceil_div(plan->rows * plan->columns, static_cast<int64_t>(kPointwiseThreads) * width);
+    plan->blocks_y = 1;
+    return;
+  }
+  const int64_t vectors = ceil_div(plan->columns, width);
   // The longest stretch of a row: 1 % faster than 512 bytes of each of eight rows.
-  plan->tile_x = static_cast<int>(std::min<int64_t>(kPointwiseThreads, width));
-  plan->blocks_x = ceil_div(vectors, static_cast<int64_t>(plan->tile_x) * unroll);
+  plan->tile_x = static_cast<int>(std::min<int64_t>(kPointwiseThreads, next_power_of_two(vectors)));
+  plan->blocks_x = ceil_div(vectors, plan->tile_x);
   const int64_t row_tiles = ceil_div(plan->rows, kPointwiseThreads / plan->tile_x);
   plan->blocks_z = ceil_div(row_tiles, kMaxGridY);
   plan->blocks_y = ceil_div(row_tiles, plan->blocks_z);
@@ -161,23 +209,29 @@ inline void choose_grid(const DeviceTraits& device, PointwisePlan* plan) {
 
 // With sums: blocks_x covers the side on which threads stand still, blocks_y slices the side along
 // which they walk. The slices are bounded, since each leaves partial sums.
-inline void choose_sum_grid(const DeviceTraits& device, PointwiseOp op, PointwisePlan* plan) {
-  const int64_t vectors = ceil_div(plan->columns, plan->vec);
-  const int64_t width = next_power_of_two(vectors);
+//
+// Without vectors a block takes the columns in stretches that end with a line, so that a thread's
+// elements are equally far apart whatever the number of dimensions.
+inline void choose_sum_grid(const DeviceTraits& device, PointwiseOp op, int width,
+                            PointwisePlan* plan) {
+  const Iteration& space = plan->space;
+  const bool vectors = plan->vec > 1;
+  const bool has_columns = space.num_dims > plan->split;
+  plan->line = vectors || !has_columns ? plan->columns : space.sizes[space.num_dims - 1];
+  const int64_t in_line = ceil_div(plan->line, width);  // vectors, or as many elements
+  const int64_t tile_width = next_power_of_two(in_line);
   plan->threads = kPointwiseSumThreads;
   plan->dependent_launch = device.dependent_launch;
   plan->down = plan->path == PointwisePath::kColumns;
-  int64_t slices;
-  if (plan->down) {
-    plan->tile_x = static_cast<int>(std::min<int64_t>(kSumTileX, width));
-    plan->blocks_x = ceil_div(vectors, plan->tile_x);
-    slices = ceil_div(plan->rows, static_cast<int64_t>(kPointwiseSumThreads / plan->tile_x));
-  } else {
-    // Short rows: several a warp. Long rows: a block each, in slices.
-    plan->tile_x = width <= kWarpSize ? static_cast<int>(width) : kPointwiseSumThreads;
-    plan->blocks_x = ceil_div(plan->rows, kPointwiseSumThreads / plan->tile_x);
-    slices = ceil_div(vectors, static_cast<int64_t>(plan->tile_x));
-  }
+  // Along the rows, short ones go several a warp, long ones a block each, in slices.
+  plan->tile_x =
+      static_cast<int>(plan->down ? std::min<int64_t>(kSumTileX, tile_width)
+                                  : (tile_width <= kWarpSize ? tile_width : kPointwiseSumThreads));
+  plan->stretches_in_line = ceil_div(in_line, plan->tile_x);
+  const int64_t stretches = plan->stretches_in_line * (plan->columns / plan->line);
+  const int64_t row_tiles = ceil_div(plan->rows, kPointwiseSumThreads / plan->tile_x);
+  plan->blocks_x = plan->down ? stretches : row_tiles;
+  const int64_t slices = plan->down ? row_tiles : stretches;
   const int64_t enough =
       static_cast<int64_t>(device.num_sms) * pointwise_sum_blocks(op) / plan->blocks_x;
   plan->blocks_y = std::clamp<int64_t>(slices, 1, std::clamp<int64_t>(enough, 1, kMaxGridY));
@@ -210,7 +264,7 @@ inline bool choose_pointwise_config(const PointwiseParams& params, const DeviceT
   plan->split = std::max(plan->space.num_dims - 1, 0);
   count_rows_and_columns(plan);
   choose_access(params, output, 1, plan);
-  choose_grid(device, plan);
+  choose_grid(device, vector_width_of(params.dtype), plan);
   return true;
 }
 
@@ -297,11 +351,11 @@ inline bool choose_pointwise_bwd_config(const PointwiseParams& params, unsigned 
   unsigned written = 0;
   for (int k = 0; k < n; ++k) written |= (plan->gradients[k] == GradientKind::kFull) << k;
   choose_access(params, n + 1, written, plan);
-  if (plan->path == PointwisePath::kBroadcast) {
-    choose_grid(device, plan);
+  if (plan->path == PointwisePath::kBroadcast || plan->path == PointwisePath::kFlat) {
+    choose_grid(device, vector_width_of(params.dtype), plan);
     return true;
   }
-  choose_sum_grid(device, params.op, plan);
+  choose_sum_grid(device, params.op, vector_width_of(params.dtype), plan);
   int64_t most_values = 1;
   for (int k = 0; k < n; ++k) {
     switch (plan->gradients[k]) {
@@ -334,6 +388,8 @@ inline const char* name_of(PointwisePath path) {
       return "empty";
     case PointwisePath::kLinear:
       return "linear";
+    case PointwisePath::kFlat:
+      return "flat";
     case PointwisePath::kBroadcast:
       return "broadcast";
     case PointwisePath::kColumns:

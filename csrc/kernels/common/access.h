@@ -4,11 +4,13 @@
 namespace fusedcuda {
 
 enum class Access {
-  kAbsent,   // an output nobody asked for
-  kNumber,   // the value travels in the launch parameters
-  kSplat,    // constant along the columns: one element for the whole vector (a value per row)
-  kVector,   // neighbouring columns are neighbours in memory and aligned: one 16-byte access
-  kElement,  // any stride: one element at a time
+  kAbsent,  // an output nobody asked for
+  kNumber,  // the value travels in the launch parameters
+  kSplat,   // constant along the columns: one element for the whole vector (a value per row)
+  kVector,  // neighbours in memory and aligned: one 16-byte access
+  // One element at a time:
+  kUnaligned,  // neighbouring columns are neighbours in memory, but not in whole vectors
+  kElement,    // any other stride
 };
 
 inline const char* name_of(Access access) {
@@ -21,6 +23,8 @@ inline const char* name_of(Access access) {
       return "splat";
     case Access::kVector:
       return "vector";
+    case Access::kUnaligned:
+      return "unaligned";
     default:
       return "element";
   }

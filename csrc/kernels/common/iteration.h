@@ -41,6 +41,19 @@ struct Divider {
     *remainder = rest;
     return quotient;
   }
+
+  // The same for n and a divisor below 2^32, in a quarter of the instructions.
+  __device__ __forceinline__ uint32_t divide32(uint32_t n, uint32_t* remainder) const {
+    const uint32_t d = static_cast<uint32_t>(divisor);
+    uint32_t quotient = static_cast<uint32_t>(uint64_t{n} * (magic >> 32) >> 32);
+    uint32_t rest = n - quotient * d;
+    if (rest >= d) {
+      ++quotient;
+      rest -= d;
+    }
+    *remainder = rest;
+    return quotient;
+  }
 #endif
 };
 
