@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from emulator import Emulator, Launch
+from pointwise_emulator import Emulator, Launch
 from torch import Tensor
 
 import fusedcuda  # noqa: F401  (defines torch.ops.fusedcuda)

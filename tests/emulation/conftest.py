@@ -1,11 +1,29 @@
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
-from emulator import CSRC, HERE, Emulator, build, find_compiler
+from emulator import CSRC, HERE, build, find_compiler
+from pointwise_emulator import Emulator
 
 
 @pytest.fixture(scope="session")
-def emulator(pytestconfig: pytest.Config) -> Emulator:
-    """The real kernels on the CPU; built once for these sources."""
+def build_library(pytestconfig: pytest.Config) -> Callable[..., Path]:
+    """Builds sources with the emulation, unless the same have been built before."""
     if find_compiler() is None:
         pytest.skip("no C++ compiler")
     folder = pytestconfig.cache.mkdir("emulation")
-    return Emulator(build([CSRC / "kernels" / "pointwise.cu", HERE / "entry.cpp"], folder))
+    return functools.cache(lambda *sources: build(sources, folder))
+
+
+@pytest.fixture(scope="session")
+def build_family(build_library: Callable[..., Path]) -> Callable[[str], Path]:
+    """The library of the real kernels of a family (see emulator.py)."""
+    return lambda family: build_library(
+        CSRC / "kernels" / f"{family}.cu", HERE / f"entry_{family}.cpp"
+    )
+
+
+@pytest.fixture(scope="session")
+def emulator(build_family: Callable[[str], Path]) -> Emulator:
+    return Emulator(build_family("pointwise"))

@@ -1,317 +1,296 @@
-// Threads of a block are fibers: each runs until its next barrier or shuffle. Between barriers the
-// order is as unkind as it can be: a thread is through with all its work before the next one
-// starts.
-#undef _FORTIFY_SOURCE  // its longjmp refuses to change stacks
+// Threads are fibers: each runs until its next barrier or shuffle. Between barriers the order is as
+// unkind as it can be: a thread is through with all its work before the next one starts. The blocks
+// of a cluster take turns when all their threads wait.
 #include "execution.h"
 
-#include <cuda_runtime.h>
-#include <setjmp.h>
-#include <signal.h>
-#include <sys/mman.h>
-#include <ucontext.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <memory>
-#include <set>
+#include <iterator>
 #include <stdexcept>
 #include <string>
-#include <vector>
+
+#include "threads.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 namespace emulation {
-namespace {
-
-constexpr size_t kStackSize = 128 << 10;
-constexpr unsigned kWarpSize = 32;
-constexpr unsigned kAllLanes = 0xffffffff;
-
-enum class Wait { kNothing, kBarrier, kShuffle, kPreviousKernel, kEnd };
-
-struct Fiber {
-  ucontext_t start;
-  jmp_buf position;
-  bool started = false;
-  std::unique_ptr<char[]> stack{new char[kStackSize]};
-  Wait wait = Wait::kNothing;
-  int line = 0;
-  // Of a shuffle:
-  int lane_mask = 0;
-  size_t size = 0;
-  unsigned char value[8];
-};
 
 bool reversed = false;
 bool previous_kernel_runs = false;
-std::set<GuardedMemory*> memories;
-jmp_buf scheduler;
+Cluster cluster;
+Thread* current = nullptr;
+
+namespace {
+
 const std::function<void()>* thread_function = nullptr;
-std::vector<std::unique_ptr<Fiber>> fibers;
-Fiber* current = nullptr;
-volatile sig_atomic_t fault = 0;
+std::vector<std::unique_ptr<Thread>> spare_threads;
 
 std::string text(const char* name, const uint3& at) {
   return std::string(name) + " (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " +
          std::to_string(at.z) + ")";
 }
 
-uint3 index_of(unsigned thread) {
-  return {thread % blockDim.x, thread / blockDim.x % blockDim.y,
-          thread / (blockDim.x * blockDim.y)};
-}
-
-const char* describe(Wait wait) {
-  switch (wait) {
+std::string state(const Thread& thread) {
+  const std::string line = std::to_string(thread.line);
+  const std::string after_line = thread.line == 0 ? "" : ", after line " + line;
+  switch (thread.wait) {
     case Wait::kBarrier:
-      return "waits at the barrier in line ";
-    case Wait::kShuffle:
-      return "waits at the shuffle in line ";
+      return text("thread", thread.index) + " waits at the barrier in line " + line;
+    case Wait::kWarp:
+      return text("thread", thread.index) + " waits for its warp in line " + line;
+    case Wait::kCluster:
+      return text("thread", thread.index) + " waits at the cluster's barrier";
+    case Wait::kMailbox:
+      return text("thread", thread.index) + " waits for " + describe_mail(thread) + after_line;
     default:
-      return "has ended, after line ";
+      return text("thread", thread.index) + " has ended" + after_line;
   }
 }
 
 [[noreturn]] void fail(const std::string& what) {
-  fibers.clear();  // some are in the middle of a kernel
+  cluster.blocks.clear();  // some threads are in the middle of a kernel
+  if (previous_kernel_runs) GuardedMemory::allow_access(true);
+  previous_kernel_runs = false;
   throw std::runtime_error(what + " in " + text("block", blockIdx) + " of " +
                            text("grid", gridDim) + ", " + text("blockDim", blockDim));
 }
 
-[[noreturn]] void fail_diverged(unsigned a, unsigned b) {
-  auto state = [](unsigned thread) {
-    const Fiber& fiber = *fibers[thread];
-    return text("thread", index_of(thread)) + " " + describe(fiber.wait) +
-           std::to_string(fiber.line);
-  };
-  fail("threads do not meet: " + state(a) + ", " + state(b));
-}
-
-// Back to the scheduler, until it resumes this fiber. (swapcontext would be two system calls.)
-void suspend() {
-  if (_setjmp(current->position) == 0) _longjmp(scheduler, 1);
-}
-
-void run_fiber() {
+void run_thread() {
   for (;;) {
     (*thread_function)();
+    if (!current->copies.empty()) complain(" ends with copies that nobody has waited for");
+    if (current->arrivals != current->waits)
+      complain(" ends without cluster_wait() behind its last cluster_arrive()");
     current->wait = Wait::kEnd;
-    suspend();
+    current->fiber.suspend();
   }
 }
 
-void wait_for_others(Wait wait, int line) {
-  current->wait = wait;
-  current->line = line;
-  suspend();
+void resume(Thread& thread) {
+  current = &thread;
+  threadIdx = thread.index;
+  const char* error = thread.fiber.resume();
+  current = nullptr;
+  if (error == nullptr) return;
+  if (error == kBadAccess && previous_kernel_runs)
+    error = " touches memory before the previous kernel ends";
+  fail(text("thread", threadIdx) + error);
 }
 
-// The kernel cannot go on: back to the scheduler, which gives the fibers up.
-void on_fault(int signal) {
-  fault = signal;
-  _longjmp(scheduler, 1);
+bool wait_for_the_same(const Thread& a, const Thread& b) {
+  const bool line_matters = a.wait == Wait::kBarrier || a.wait == Wait::kWarp;
+  if (a.wait == Wait::kMailbox && b.wait == a.wait) return a.mailbox == b.mailbox;
+  return a.wait == b.wait && (!line_matters || a.line == b.line);
 }
 
-class FaultHandlers {
- public:
-  FaultHandlers() {
-    struct sigaction action = {};
-    action.sa_handler = on_fault;
-    action.sa_flags = SA_NODEFER;
-    for (int i = 0; i < kCount; ++i) sigaction(kSignals[i], &action, &before_[i]);
-  }
-  ~FaultHandlers() {
-    for (int i = 0; i < kCount; ++i) sigaction(kSignals[i], &before_[i], nullptr);
-  }
-
- private:
-  static constexpr int kCount = 4;
-  // The sanitizer's trap is an illegal instruction, or SIGTRAP on some processors.
-  static constexpr int kSignals[kCount] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
-  struct sigaction before_[kCount];
-};
-
-void previous_kernel_ends() {
-  previous_kernel_runs = false;
-  for (GuardedMemory* memory : memories) memory->allow_access(true);
-}
-
-void resume(unsigned thread) {
-  current = fibers[thread].get();
-  threadIdx = index_of(thread);
-  if (_setjmp(scheduler) == 0) {
-    if (current->started) _longjmp(current->position, 1);
-    current->started = true;
-    setcontext(&current->start);
-  }
-  if (fault == 0) return;
-  const bool is_access = fault == SIGSEGV || fault == SIGBUS;
-  fault = 0;
-  const char* what = " has undefined behaviour: a misaligned access, an index outside of an array";
-  if (is_access) what = " touches memory outside of every tensor";
-  if (is_access && previous_kernel_runs) what = " touches memory before the previous kernel ends";
-  previous_kernel_ends();
-  fail(text("thread", threadIdx) + what);
-}
-
-bool wait_for_the_same(const Fiber& a, const Fiber& b) {
-  return a.wait == b.wait && (a.wait == Wait::kEnd || a.line == b.line);
-}
-
-// Whether all threads in [first, last) wait for the same, and for that.
-bool all_wait_for(Wait wait, unsigned first, unsigned last) {
-  for (unsigned thread = first; thread < last; ++thread) {
-    const Fiber& fiber = *fibers[thread];
-    if (fiber.wait != wait || !wait_for_the_same(fiber, *fibers[first])) return false;
+// Whether the block's threads in [first, last) all wait for the same, and for that.
+bool all_wait_for(Wait wait, const Block& block, unsigned first, unsigned last) {
+  for (unsigned i = first; i < last; ++i) {
+    const Thread& thread = *block.threads[i];
+    if (thread.wait != wait || !wait_for_the_same(thread, *block.threads[first])) return false;
   }
   return true;
 }
 
-void release(Wait wait, unsigned first, unsigned last) {
-  for (unsigned thread = first; thread < last; ++thread) {
-    if (fibers[thread]->wait == wait) fibers[thread]->wait = Wait::kNothing;
+// Lets the threads go on that wait for this; whether there are any.
+bool release(Wait wait, Block& block) {
+  bool any = false;
+  for (const auto& thread : block.threads) {
+    if (thread->wait != wait) continue;
+    thread->wait = Wait::kNothing;
+    any = true;
   }
-}
-
-void exchange(unsigned first) {
-  unsigned char values[kWarpSize][sizeof(Fiber::value)];
-  for (unsigned lane = 0; lane < kWarpSize; ++lane)
-    std::memcpy(values[lane], fibers[first + lane]->value, sizeof(values[lane]));
-  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-    Fiber& fiber = *fibers[first + lane];
-    std::memcpy(fiber.value, values[lane ^ fiber.lane_mask], fiber.size);
-  }
+  return any;
 }
 
 // The i-th of `count` in the order of this run.
 unsigned in_order(unsigned i, unsigned count) { return reversed ? count - 1 - i : i; }
 
 // Until the warp's threads have ended or wait for those of other warps.
-void run_warp(unsigned first, unsigned size) {
+void run_warp(Block& block, unsigned warp) {
+  const unsigned first = warp * kLanes;
+  const unsigned count = static_cast<unsigned>(block.threads.size());
+  const unsigned size = std::min<unsigned>(kLanes, count - first);
   for (;;) {
     for (unsigned i = 0; i < size; ++i) {
-      const unsigned thread = first + in_order(i, size);
-      if (fibers[thread]->wait == Wait::kNothing) resume(thread);
+      Thread& thread = *block.threads[first + in_order(i, size)];
+      if (thread.wait == Wait::kNothing) resume(thread);
     }
-    if (size < kWarpSize || !all_wait_for(Wait::kShuffle, first, first + size)) return;
-    exchange(first);
-    release(Wait::kShuffle, first, first + size);
+    if (size < kLanes || !all_wait_for(Wait::kWarp, block, first, first + size)) return;
+    for (unsigned lane = 0; lane < kLanes; ++lane) {
+      Thread& thread = *block.threads[first + lane];
+      block.exchanged[warp][lane] = thread.value;
+      thread.wait = Wait::kNothing;
+    }
   }
 }
 
-void run_block() {
-  const unsigned count = blockDim.x * blockDim.y * blockDim.z;
-  const unsigned warps = (count + kWarpSize - 1) / kWarpSize;
-  for (unsigned i = 0; i < count; ++i) fibers[i]->wait = Wait::kNothing;
-  for (;;) {
-    for (unsigned i = 0; i < warps; ++i) {
-      const unsigned first = in_order(i, warps) * kWarpSize;
-      run_warp(first, std::min(kWarpSize, count - first));
-    }
-    if (previous_kernel_runs) {
-      previous_kernel_ends();
-      release(Wait::kPreviousKernel, 0, count);
-    } else if (all_wait_for(Wait::kBarrier, 0, count)) {
-      release(Wait::kBarrier, 0, count);
-    } else {
-      break;
+// Until the block's threads have ended or wait for something outside of it.
+void run_block(Block& block) {
+  blockIdx = block.index;
+  block.static_shared.enter();
+  const unsigned count = static_cast<unsigned>(block.threads.size());
+  const unsigned warps = static_cast<unsigned>(block.exchanged.size());
+  do {
+    for (unsigned i = 0; i < warps; ++i) run_warp(block, in_order(i, warps));
+  } while (all_wait_for(Wait::kBarrier, block, 0, count) && release(Wait::kBarrier, block));
+}
+
+bool any_can_run() {
+  for (const auto& block : cluster.blocks) {
+    for (const auto& thread : block->threads) {
+      if (thread->wait == Wait::kNothing) return true;
     }
   }
-  if (all_wait_for(Wait::kEnd, 0, count)) return;
+  return false;
+}
+
+// Whether some threads of the cluster can go on, now that every block waits for another.
+bool next_turn() {
+  if (previous_kernel_runs) {
+    previous_kernel_runs = false;
+    GuardedMemory::allow_access(true);
+    release(Wait::kPreviousKernel);
+    return true;
+  }
+  return any_can_run() || release(Wait::kTurn) || deliver_mail();
+}
+
+[[noreturn]] void fail_diverged(const Thread& a, const Thread& b) {
+  blockIdx = a.block->index;
+  std::string other = a.block == b.block ? "" : " in " + text("block", b.block->index);
+  const char* what = a.wait == Wait::kMailbox && b.wait == a.wait ? "mail does not come: "
+                                                                  : "threads do not meet: ";
+  fail(what + state(a) + ", " + state(b) + other);
+}
+
+// Every thread must have ended. If not, two that wait for different things say why: neighbours in
+// a warp, else in a block, else in two blocks.
+void check_end() {
+  bool ended = true;
+  for (const auto& block : cluster.blocks)
+    ended &= all_wait_for(Wait::kEnd, *block, 0, static_cast<unsigned>(block->threads.size()));
+  if (ended) return;
   for (bool within_a_warp : {true, false}) {
-    for (unsigned thread = 1; thread < count; ++thread) {
-      if (within_a_warp && thread % kWarpSize == 0) continue;
-      if (!wait_for_the_same(*fibers[thread - 1], *fibers[thread]))
-        fail_diverged(thread - 1, thread);
+    for (const auto& block : cluster.blocks) {
+      for (unsigned i = 1; i < block->threads.size(); ++i) {
+        if (within_a_warp && i % kLanes == 0) continue;
+        const Thread &a = *block->threads[i - 1], &b = *block->threads[i];
+        if (!wait_for_the_same(a, b)) fail_diverged(a, b);
+      }
     }
   }
-  fail_diverged(0, count - 1);  // a shuffle in a warp of fewer than 32 threads
+  for (const auto& block : cluster.blocks) {
+    const Thread &a = *cluster.blocks[0]->threads[0], &b = *block->threads[0];
+    if (!wait_for_the_same(a, b)) fail_diverged(a, b);
+  }
+  // All wait for their mailboxes, or they are warps of fewer than 32 threads.
+  fail_diverged(*cluster.blocks[0]->threads[0], *cluster.blocks.back()->threads.back());
+}
+
+void check_shared_memory(const Block& block) {
+  blockIdx = block.index;
+  if (!block.shared->is_intact()) fail("the threads wrote behind their dynamic shared memory");
+  if (const char* error = find_mail_error(block)) fail(error);
+  for (const auto& thread : block.threads) {
+    if (thread->waits >= block.waits_needed) return;
+  }
+  fail("other blocks may store into shared memory after the last thread has ended");
+}
+
+void start(Block& block) {
+  for (const auto& thread : block.threads) {
+    thread->wait = Wait::kNothing;
+    thread->arrivals = thread->waits = thread->groups = 0;
+    thread->line = 0;
+  }
+  block.shared->fill();
+  block.static_shared.reset();
+  block.mailboxes = {};
+  block.waits_needed = 0;
+}
+
+// Runs the blocks behind `first` along x.
+void run_cluster(uint3 first) {
+  const unsigned size = static_cast<unsigned>(cluster.blocks.size());
+  for (const auto& block : cluster.blocks) {
+    block->index = {first.x + block->rank, first.y, first.z};
+    start(*block);
+  }
+  cluster.arrived = cluster.completed = 0;
+  do {
+    for (unsigned i = 0; i < size; ++i) run_block(*cluster.blocks[in_order(i, size)]);
+  } while (next_turn());
+  check_end();
+  for (const auto& block : cluster.blocks) check_shared_memory(*block);
+}
+
+// A thread that has ended, or a new one.
+std::unique_ptr<Thread> take_thread() {
+  if (spare_threads.empty()) return std::make_unique<Thread>(run_thread);
+  auto thread = std::move(spare_threads.back());
+  spare_threads.pop_back();
+  return thread;
+}
+
+// Makes `cluster` fit, of what it has already as far as possible.
+void allocate(const Grid& grid) {
+  for (const auto& block : cluster.blocks) {
+    std::move(block->threads.begin(), block->threads.end(), std::back_inserter(spare_threads));
+    block->threads.clear();
+  }
+  const unsigned count = grid.block.x * grid.block.y * grid.block.z;
+  cluster.blocks.resize(grid.cluster);
+  for (unsigned rank = 0; rank < grid.cluster; ++rank) {
+    if (cluster.blocks[rank] == nullptr) cluster.blocks[rank] = std::make_unique<Block>();
+    Block& block = *cluster.blocks[rank];
+    block.rank = rank;
+    for (unsigned i = 0; i < count; ++i) {
+      block.threads.push_back(take_thread());
+      Thread& thread = *block.threads.back();
+      thread.block = &block;
+      thread.number = i;
+      thread.index = {i % grid.block.x, i / grid.block.x % grid.block.y,
+                      i / (grid.block.x * grid.block.y)};
+    }
+    block.exchanged.resize((count + kLanes - 1) / kLanes);
+    if (block.shared == nullptr || block.shared->size() != grid.shared_bytes)
+      block.shared = std::make_unique<GuardedMemory>(grid.shared_bytes, GuardedMemory::kShared);
+  }
 }
 
 }  // namespace
 
 void set_reversed(bool value) { reversed = value; }
 
-void barrier(int line) { wait_for_others(Wait::kBarrier, line); }
-
-void wait_for_previous_kernel() {
-  if (previous_kernel_runs) wait_for_others(Wait::kPreviousKernel, 0);
+void suspend(Wait wait, int line) {
+  current->wait = wait;
+  current->line = line;
+  current->fiber.suspend();
 }
 
-void shuffle_xor(unsigned participants, void* value, size_t size, int lane_mask, int line) {
-  if (participants != kAllLanes || size > sizeof(Fiber::value) || lane_mask < 0 ||
-      lane_mask >= static_cast<int>(kWarpSize)) {
-    __builtin_trap();
-  }
-  current->size = size;
-  current->lane_mask = lane_mask;
-  std::memcpy(current->value, value, size);
-  wait_for_others(Wait::kShuffle, line);
-  std::memcpy(value, current->value, size);
+bool release(Wait wait) {
+  bool any = false;
+  for (const auto& block : cluster.blocks) any |= release(wait, *block);
+  return any;
 }
 
-void run_grid(dim3 grid, dim3 block, bool dependent, const std::function<void()>& thread) {
+void run_grid(const Grid& grid, const std::function<void()>& thread) {
   const FaultHandlers handlers;
-  if (dependent) {
-    previous_kernel_runs = true;
-    for (GuardedMemory* memory : memories) memory->allow_access(false);
-  }
-  gridDim = grid;
-  blockDim = block;
+  gridDim = grid.size;
+  blockDim = grid.block;
   thread_function = &thread;
-  while (fibers.size() < block.x * block.y * block.z) {
-    auto fiber = std::make_unique<Fiber>();
-    getcontext(&fiber->start);
-    fiber->start.uc_stack.ss_sp = fiber->stack.get();
-    fiber->start.uc_stack.ss_size = kStackSize;
-    fiber->start.uc_link = nullptr;
-    makecontext(&fiber->start, run_fiber, 0);
-    fibers.push_back(std::move(fiber));
+  allocate(grid);
+  previous_kernel_runs = grid.dependent;
+  if (grid.dependent) GuardedMemory::allow_access(false);
+  const uint64_t clusters_x = grid.size.x / grid.cluster;
+  const uint64_t clusters = clusters_x * grid.size.y * grid.size.z;
+  for (uint64_t i = 0; i < clusters; ++i) {
+    const uint64_t index = reversed ? clusters - 1 - i : i;
+    run_cluster({static_cast<unsigned>(index % clusters_x) * grid.cluster,
+                 static_cast<unsigned>(index / clusters_x % grid.size.y),
+                 static_cast<unsigned>(index / clusters_x / grid.size.y)});
   }
-  const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
-  for (uint64_t i = 0; i < blocks; ++i) {
-    const uint64_t index = reversed ? blocks - 1 - i : i;
-    blockIdx.x = static_cast<unsigned>(index % grid.x);
-    blockIdx.y = static_cast<unsigned>(index / grid.x % grid.y);
-    blockIdx.z = static_cast<unsigned>(index / grid.x / grid.y);
-    run_block();
-  }
-}
-
-// On each side of a tensor: room for an offset that is off by rows, not only by elements.
-static size_t guard_size() { return 64 * sysconf(_SC_PAGESIZE); }
-
-GuardedMemory::GuardedMemory(size_t size) : size_(size) {
-  const size_t page = sysconf(_SC_PAGESIZE);
-  const size_t guard = guard_size();
-  const size_t padded = (size + 15) / 16 * 16;
-  mapped_ = (padded + page - 1) / page * page + 2 * guard;
-  void* pages = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (pages == MAP_FAILED) throw std::runtime_error("no memory");
-  pages_ = static_cast<std::byte*>(pages);
-  std::fill(pages_ + guard, pages_ + mapped_ - guard, std::byte{0xff});
-  mprotect(pages_, guard, PROT_NONE);
-  mprotect(pages_ + mapped_ - guard, guard, PROT_NONE);
-  data_ = pages_ + mapped_ - guard - padded;
-  memories.insert(this);
-}
-
-GuardedMemory::~GuardedMemory() {
-  memories.erase(this);
-  munmap(pages_, mapped_);
-}
-
-void GuardedMemory::allow_access(bool allow) {
-  const size_t guard = guard_size();
-  mprotect(pages_ + guard, mapped_ - 2 * guard, allow ? PROT_READ | PROT_WRITE : PROT_NONE);
-}
-
-bool GuardedMemory::is_intact() const {
-  const size_t guard = guard_size();
-  auto untouched = [](std::byte byte) { return byte == std::byte{0xff}; };
-  return std::all_of(pages_ + guard, data_, untouched) &&
-         std::all_of(data_ + size_, pages_ + mapped_ - guard, untouched);
 }
 
 }  // namespace emulation

@@ -16,7 +16,8 @@ from comparison import (
     reference,
     reference_gradients,
 )
-from emulator import DTYPES, OPS, Emulator
+from emulator import DTYPES
+from pointwise_emulator import OPS, Emulator
 from reference import ACTIVATIONS, ulp
 from torch import Tensor
 
@@ -204,6 +205,36 @@ def test_every_width(emulator: Emulator, dtype: torch.dtype) -> None:
             check_backward(emulator, "act_mul", x, operand)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_tail_of_a_flat_walk(emulator: Emulator, dtype: torch.dtype) -> None:
+    """Storage off the boundary, for every number of elements behind the last whole block."""
+    path = "flat" if dtype != torch.float64 else "broadcast"
+    for size in (*range(1, 18), *range(2041, 2066)):
+        x, other = integers(size, dtype=dtype), integers(size, dtype=dtype)
+        for operands in ((layouts.shifted(x, 1), other), (x, layouts.shifted(other, 3))):
+            launch = check_forward(emulator, "act_mul", *operands)
+            assert size == 1 or launch.path == path
+            check_backward(emulator, "act_mul", *operands)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_width_off_the_boundary(emulator: Emulator, dtype: torch.dtype) -> None:
+    """Rows that end in the middle of a thread's elements, once or several times."""
+    for width in range(1, 25):
+        x = layouts.shifted(integers(29, width, dtype=dtype), 1)
+        plane = layouts.shifted(integers(4, 3, 5, width, dtype=dtype), 1)
+        for first, other in (
+            (x, integers(width, dtype=dtype)),
+            (x, integers(29, 1, dtype=dtype)),
+            (plane, integers(3, 1, 1, dtype=dtype)),
+            (plane, integers(3, 1, width, dtype=dtype)),
+            (layouts.pitched(x), layouts.spread(integers(29, width, dtype=dtype))),
+            (x, layouts.transposed(integers(29, width, dtype=dtype))),
+        ):
+            check_forward(emulator, "act_mul", first, other)
+            check_backward(emulator, "act_mul", first, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_many_partial_sums(
     emulator: Emulator, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -213,8 +244,13 @@ def test_many_partial_sums(
     for shape, partials in (((24,), 100), ((5000, 1), 1), ((), 100)):
         (launch,) = check_backward(emulator, "act_mul", x, integers(*shape, dtype=dtype))
         assert launch.num_partials >= partials
-    (launch,) = check_backward(emulator, "act_mul", x.view(3, -1), integers(3, 1, dtype=dtype))
-    assert launch.num_partials >= 30
+    for long in (x.view(3, -1), integers(3, 40_001, dtype=dtype)):
+        (launch,) = check_backward(emulator, "act_mul", long, integers(3, 1, dtype=dtype))
+        assert launch.num_partials >= 30
+    odd = integers(5000, 25, dtype=dtype)
+    for shape in ((25,), ()):
+        (launch,) = check_backward(emulator, "act_mul", odd, integers(*shape, dtype=dtype))
+        assert launch.num_partials >= 100
 
 
 def test_more_rows_than_a_grid_has_in_y(

@@ -1,20 +1,30 @@
 // The CUDA language and runtime for a CPU, as far as the kernels use them: first on the include
-// path, it lets g++ -D__CUDACC__ compile a .cu file unchanged. execution.cpp runs the threads.
+// path, it lets g++ -D__CUDACC__ compile a .cu file unchanged. execution.cpp runs the threads;
+// headers with inline PTX call `emulation` where FUSEDCUDA_EMULATION is defined.
 #pragma once
 
-#include <cmath>
+#include <assert.h>
+#include <math.h>
+
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <tuple>
+
+#define FUSEDCUDA_EMULATION
 
 #define __global__
 #define __device__
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...) static_assert(false, "the size of a cluster is a launch option")
 #define __grid_constant__
-#define __shared__ static  // blocks run one after another, so each has it to itself
+#define __align__(bytes) alignas(bytes)
+// One copy for a block, undefined when it starts: execution.cpp finds the library's thread-local
+// variables, fills them before a block and exchanges them between the blocks of a cluster.
+#define __shared__ static thread_local
 
 struct uint3 {
   unsigned x, y, z;
@@ -24,43 +34,202 @@ struct dim3 : uint3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : uint3{x, y, z} {}
 };
 
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) double2 {
+  double x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
+
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
+// ---- What kernels call: execution.cpp
+// ------------------------------------------------------------
+
 namespace emulation {
 
-// Runs `thread` for every thread of the grid. Throws std::runtime_error, with the thread and the
-// block, for an access outside of guarded memory, for undefined behaviour, for threads that do not
-// meet at the same barrier or shuffle, and, if `dependent`, for a thread of the first block that
-// touches memory before it has waited for the kernel before.
-void run_grid(dim3 grid, dim3 block, bool dependent, const std::function<void()>& thread);
+constexpr int kLanes = 32;
+constexpr unsigned kAllLanes = 0xffffffff;
+
+// Ends the kernel with an error: "thread (x, y, z)" and `what`, which must outlive the kernel.
+[[noreturn]] void complain(const char* what);
 
 void barrier(int line);
 void wait_for_previous_kernel();
-void shuffle_xor(unsigned participants, void* value, size_t size, int lane_mask, int line);
 
+int lane();
+// Waits for the other lanes of the warp; returns what each of them has brought.
+const uint64_t* exchange(int line, unsigned participants, uint64_t value);
+
+void* dynamic_shared();
+
+void copy_async(void* shared, const void* global, size_t size);
+void copy_async_commit();
+void copy_async_wait(unsigned pending);
+
+unsigned cluster_rank();
+unsigned cluster_size();
+void cluster_arrive();
+void cluster_wait();
+void* map_to_cluster(void* shared, unsigned rank);
+
+// ClusterMailbox: mailbox.cpp.
+void mailbox_init(uint64_t* barrier);
+void mailbox_expect(uint64_t* barrier, int bytes);
+void mailbox_send(void* slot, uint64_t* barrier, unsigned rank, const void* value, size_t size);
+void mailbox_wait(uint64_t* barrier, unsigned parity);
+
+// The value of lane `source`; of the lane itself if that lies outside of [first, last).
 template <typename T>
-T shuffle_xor(unsigned participants, T value, int lane_mask, int line) {
-  shuffle_xor(participants, &value, sizeof(T), lane_mask, line);
+T shuffle(int line, unsigned participants, T value, int source, int first, int last) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles take 4 or 8 bytes");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  const uint64_t* values = exchange(line, participants, bits);
+  std::memcpy(&value, &values[source >= first && source < last ? source : lane()], sizeof(T));
   return value;
 }
+
+// The first lane of the group of `width` that this one is in.
+inline int first_of_group(int width) {
+  if (width < 1 || width > kLanes || (width & (width - 1)) != 0)
+    complain(" shuffles in groups whose width is not a power of two up to 32");
+  return lane() / width * width;
+}
+
+template <typename T>
+T shuffle_index(int line, unsigned participants, T value, int source, int width = kLanes) {
+  const int first = first_of_group(width);
+  return shuffle(line, participants, value, first + (source & (width - 1)), first, first + width);
+}
+template <typename T>
+T shuffle_up(int line, unsigned participants, T value, unsigned delta, int width = kLanes) {
+  const int first = first_of_group(width);
+  return shuffle(line, participants, value, lane() - static_cast<int>(delta), first, kLanes);
+}
+template <typename T>
+T shuffle_down(int line, unsigned participants, T value, unsigned delta, int width = kLanes) {
+  const int last = first_of_group(width) + width;
+  return shuffle(line, participants, value, lane() + static_cast<int>(delta), 0, last);
+}
+template <typename T>
+T shuffle_xor(int line, unsigned participants, T value, int lane_mask, int width = kLanes) {
+  if (lane_mask < 0 || lane_mask >= kLanes) complain(" shuffles with a lane that does not exist");
+  const int last = first_of_group(width) + width;
+  return shuffle(line, participants, value, lane() ^ lane_mask, 0, last);
+}
+
+inline unsigned ballot(int line, unsigned participants, bool predicate) {
+  const uint64_t* values = exchange(line, participants, predicate);
+  unsigned bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= static_cast<unsigned>(values[i]) << i;
+  return bits;
+}
+
+struct SyncWarp {
+  int line;
+  void operator()(unsigned participants = kAllLanes) const { exchange(line, participants, 0); }
+};
 
 }  // namespace emulation
 
 // Macros, because the line tells one barrier from another.
 #define __syncthreads() ::emulation::barrier(__LINE__)
-#define __shfl_xor_sync(participants, value, lane_mask) \
-  ::emulation::shuffle_xor(participants, value, lane_mask, __LINE__)
+#define __syncwarp \
+  ::emulation::SyncWarp { __LINE__ }
+#define __shfl_sync(...) ::emulation::shuffle_index(__LINE__, __VA_ARGS__)
+#define __shfl_up_sync(...) ::emulation::shuffle_up(__LINE__, __VA_ARGS__)
+#define __shfl_down_sync(...) ::emulation::shuffle_down(__LINE__, __VA_ARGS__)
+#define __shfl_xor_sync(...) ::emulation::shuffle_xor(__LINE__, __VA_ARGS__)
+#define __ballot_sync(...) ::emulation::ballot(__LINE__, __VA_ARGS__)
+#define __any_sync(...) (__ballot_sync(__VA_ARGS__) != 0)
+#define __all_sync(...) (__ballot_sync(__VA_ARGS__) == ::emulation::kAllLanes)
 
 inline void cudaGridDependencySynchronize() { emulation::wait_for_previous_kernel(); }
 inline void cudaTriggerProgrammaticLaunchCompletion() {}
+
+[[noreturn]] inline void __trap() { emulation::complain(" traps"); }
+
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+// Threads run one after another.
+template <typename T>
+T atomicAdd(T* address, T value) {
+  static_assert(std::is_same_v<T, int> || std::is_same_v<T, unsigned> || std::is_same_v<T, float> ||
+                std::is_same_v<T, double> || std::is_same_v<T, unsigned long long>);
+  const T before = *address;
+  *address = before + value;
+  return before;
+}
+
+// ---- Arithmetic
+// ----------------------------------------------------------------------------------
+
+using std::max;
+using std::min;
+
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __log2f(float x) { return log2f(x); }
 
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+namespace emulation {
+template <typename To, typename From>
+To bits_as(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &x, sizeof(x));
+  return result;
+}
+}  // namespace emulation
+inline int __float_as_int(float x) { return emulation::bits_as<int>(x); }
+inline unsigned __float_as_uint(float x) { return emulation::bits_as<unsigned>(x); }
+inline float __int_as_float(int x) { return emulation::bits_as<float>(x); }
+inline float __uint_as_float(unsigned x) { return emulation::bits_as<float>(x); }
+
+// ---- The runtime: runtime.cpp
+// --------------------------------------------------------------------
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidClusterSize = 912,
+};
 using cudaStream_t = void*;
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+// The GPU is an H200.
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 132,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 227 << 10,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 228 << 10,
+};
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute;  // the names stand for the values
+  return cudaSuccess;
+}
 
 struct cudaFuncAttributes {
   int ptxVersion;
@@ -71,10 +240,25 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Param
   return cudaSuccess;
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributeNonPortableClusterSizeAllowed = 13,
+};
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
+template <typename... Params>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute attribute,
+                                 int value) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}
+
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
-  struct {
+  union {
+    uint3 clusterDim;
     int programmaticStreamSerializationAllowed;
   } val;
 };
@@ -86,17 +270,24 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
+template <typename... Params>
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*)(Params...),
+                                           const cudaLaunchConfig_t* config) {
+  *count = 132 / static_cast<int>(config->attrs[0].val.clusterDim.x);
+  return cudaSuccess;
+}
+
+namespace emulation {
+// Runs the threads of a launch if a GPU would accept it. Throws std::runtime_error, with the
+// thread and the block, for what execution.cpp finds.
+cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, size_t parameter_bytes,
+                   const std::function<void()>& thread);
+}  // namespace emulation
+
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                const Args&... args) {
-  const dim3 &grid = config->gridDim, &block = config->blockDim;
-  const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
-  const unsigned threads = block.x * block.y * block.z;
-  const bool fits = grid.x < 1u << 31 && grid.y < 1u << 16 && grid.z < 1u << 16 && threads <= 1024;
-  const bool parameters_fit = (sizeof(Params) + ... + 0) <= 4096;  // of any GPU
-  if (blocks == 0 || threads == 0 || !fits || !parameters_fit) return cudaErrorInvalidConfiguration;
   const std::tuple<Params...> parameters(args...);
-  const bool dependent = config->numAttrs > 0;
-  emulation::run_grid(grid, block, dependent, [&] { std::apply(kernel, parameters); });
-  return cudaSuccess;
+  return emulation::launch(reinterpret_cast<const void*>(kernel), *config,
+                           (sizeof(Params) + ... + 0), [&] { std::apply(kernel, parameters); });
 }
