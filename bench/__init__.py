@@ -1,4 +1,4 @@
-"""Benchmarks of fusedcuda against eager PyTorch, torch.compile, Triton and Liger.
+"""Benchmarks of fusedcuda against eager PyTorch, torch.compile, Triton, Liger and QuACK.
 
 `python -m bench.bench_<family>` runs one family; `bench/harness.py` holds the protocol.
 """

@@ -8,25 +8,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from bench import harness, plots
+from bench import cases, harness, plots
 from bench.cases import (
     DTYPE_NAMES,
     Case,
     Provider,
     Shape,
     Target,
-    Tensors,
-    compiled,
     faster,
     for_mode,
-    shape_name,
+    fusedcuda_op,
+    host_cases,
+    random,
+    torch_providers,
     traffic,
-    within,
 )
 
 ACTIVATIONS = {"relu": torch.relu, "silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -45,64 +44,13 @@ TARGETS: dict[str, tuple[Target, ...]] = {
     "act_mul_packed silu 8192x28672 bf16 forward": (faster("best", 1.0),),
     "act_mul_packed silu 8192x28672 bf16 backward": (faster("compile", 1.6),),
 }  # fmt: skip
-HOST_TARGETS = {
-    "inference": within("native", 1.05),
-    "no_grad": within("native", 1.05),
-    "grad": within("native", 1.6),
-}
 
 SWEEP_ELEMENTS = [4**k * 1024 for k in range(10)]  # 1 Ki to 256 Mi
 QUICK_SWEEP = {4**k * 1024 for k in (3, 5, 7, 8)}
 
 
-def random(
-    shapes: Sequence[Shape], dtype: torch.dtype, offset: int = 0
-) -> Callable[[torch.Generator], Tensors]:
-    """Normal operands; `offset` shifts each by that many elements from its 16-byte boundary."""
-
-    def draw(generator: torch.Generator) -> Tensors:
-        flat = (
-            torch.randn(
-                prod(shape) + offset, generator=generator, device=generator.device, dtype=dtype
-            )
-            for shape in shapes
-        )
-        return tuple(t[offset:].view(*shape) for t, shape in zip(flat, shapes, strict=True))
-
-    return draw
-
-
-def fusedcuda_op(name: str, **keywords: object) -> Provider:
-    def build() -> Callable[..., torch.Tensor]:
-        import fusedcuda
-
-        function = getattr(fusedcuda, name)
-        return partial(function, **keywords) if keywords else function
-
-    return Provider(build)
-
-
-def triton_op(name: str, **keywords: object) -> Provider:
-    def build() -> Callable[..., torch.Tensor]:
-        from bench.baselines import pointwise
-
-        function = getattr(pointwise, name)
-        return partial(function, **keywords) if keywords else function
-
-    return Provider(build)
-
-
-def torch_providers(eager: Callable[..., torch.Tensor]) -> dict[str, Provider]:
-    return {"eager": Provider(lambda: eager), "compile": Provider(lambda: compiled(eager))}
-
-
-def new_case(kernel: str, variant: str, shape: Shape, dtype: torch.dtype, **fields) -> Case:
-    mode = fields.setdefault("mode", "forward")
-    words = (kernel, variant, shape_name(shape), DTYPE_NAMES[dtype], mode)
-    label = " ".join(word for word in words if word)
-    targets = TARGETS.get(label, ())
-    fields = {"x_value": shape_name(shape), "targets": targets} | fields
-    return Case(kernel, label, dtype, **fields)
+new_case = partial(cases.new_case, targets=TARGETS)
+triton_op = partial(cases.triton_op, "pointwise")
 
 
 # -- the operations -------------------------------------------------------------------------------
@@ -247,9 +195,9 @@ def liger_silu_mul(d: int, mode: str) -> dict[str, Provider]:
 # -- host time ------------------------------------------------------------------------------------
 
 
-def host_cases(rows: int = 4, columns: int = 4096) -> list[Case]:
+def host_table(rows: int = 4, columns: int = 4096) -> list[Case]:
     """One call at a size where only the host counts, beside a native op of the same arity."""
-    full, vector = (rows, columns), (columns,)
+    full, vector, dtype = (rows, columns), (columns,), torch.bfloat16
     table = [
         ("add_relu", torch.add, lambda a, b: torch.relu(a + b), [full] * 2),
         ("add_mul_act", torch.addcmul, lambda a, b, c: torch.relu((a + b) * c), [full] * 3),
@@ -259,41 +207,13 @@ def host_cases(rows: int = 4, columns: int = 4096) -> list[Case]:
          [full, vector, vector]),
     ]  # fmt: skip
     return [
-        host_case(name, native, eager, shapes, grad_mode)
+        case
         for name, native, eager, shapes in table
-        for grad_mode in HOST_TARGETS
-    ]
-
-
-def host_case(
-    name: str,
-    native: Callable[..., torch.Tensor],
-    eager: Callable[..., torch.Tensor],
-    shapes: Sequence[Shape],
-    grad_mode: str,
-) -> Case:
-    dtype = torch.bfloat16
-    return Case(
-        name,
-        f"{name} host time {grad_mode} {shape_name(shapes[0])} {DTYPE_NAMES[dtype]}",
-        dtype,
-        traffic=traffic(dtype, read=shapes, write=shapes[:1]),
-        make_inputs=random(shapes, dtype),
-        reference=eager,
-        providers={
-            "fusedcuda": fusedcuda_op(name),
-            "native": Provider(lambda: native, checked=False, note=f"torch.{native.__name__}"),
-            **torch_providers(eager),
-        },
-        group="host",
-        x_name="grad_mode",
-        x_label="grad mode",
-        x_value=grad_mode,
-        host_only=True,
-        grad_mode=grad_mode,
-        targets=(HOST_TARGETS[grad_mode],),
-        quick=True,
-    )  # fmt: skip
+        for case in host_cases(
+            name, full, traffic(dtype, read=shapes, write=[full]), random(shapes, dtype), eager,
+            native=native, native_name=f"torch.{native.__name__}",
+        )
+    ]  # fmt: skip
 
 
 # -- the list -------------------------------------------------------------------------------------
@@ -306,7 +226,7 @@ def build_cases() -> list[Case]:
         *(add_mul_act((n, n), t, quick=True) for n in (10000, 1024) for t in (fp32, bf16)),
         *(act_mul_packed(8192, 14336, bf16, mode, quick=True) for mode in modes),
         *(bias_act((65536, 1024), bf16, "relu", mode, quick=True) for mode in modes),
-        *host_cases(),
+        *host_table(),
         *(bias_act((65536, 1024), bf16, "gelu_tanh", mode, quick=True) for mode in modes),
         *(act_scale_bias((16384, 4096), bf16, mode, quick=True) for mode in modes),
         *(sweep(n, bf16) for n in SWEEP_ELEMENTS if n in QUICK_SWEEP),
@@ -325,12 +245,13 @@ def build_cases() -> list[Case]:
 def sweep(elements: int, dtype: torch.dtype) -> Case:
     return add_mul_act(
         (elements,), dtype, group="sweep", x_name="elements", x_label="elements",
-        x_value=str(elements), quick=elements in QUICK_SWEEP and dtype == torch.bfloat16,
+        x_value=str(elements), panel=f"relu((a + b) * c), {DTYPE_NAMES[dtype]}",
+        quick=elements in QUICK_SWEEP and dtype == torch.bfloat16,
     )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    draw = partial(plots.draw, family="pointwise", swept="relu((a + b) * c)")
+    draw = partial(plots.draw, family="pointwise", names={"liger": "Liger, two halves"})
     return harness.main("pointwise", build_cases(), draw, arguments)
 
 

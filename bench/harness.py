@@ -140,17 +140,30 @@ def supervise(
 # -- command line ---------------------------------------------------------------------------------
 
 
-def parse(family: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m bench.bench_{family}")
+def parser(program: str, description: str | None = None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--quick", action="store_true", help="the main cases, under three minutes")
     parser.add_argument("--filter", metavar="REGEX", default="", help="only cases that match")
     parser.add_argument("--out", metavar="DIR", help="default: bench/results/<gpu>, or with "
                         "--quick or --filter build/bench/<gpu>")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="interleaved rounds (5, with --quick 3)")
-    parser.add_argument("--budget", type=float, help="seconds after which no case is started")
+    parser.add_argument("--budget", type=float, metavar="SECONDS",
+                        help="after which no case is started")  # fmt: skip
     parser.add_argument("--report", action="store_true",
                         help="no measuring: tables and plots from the CSV in --out")  # fmt: skip
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def arguments_of(options: argparse.Namespace, budget: float | None) -> list[str]:
+    """The command line that says what `options` say, with this budget."""
+    values = {"filter": options.filter, "out": options.out, "rounds": options.rounds,
+              "budget": budget}  # fmt: skip
+    flags = [f"--{name}" for name in ("quick", "report") if getattr(options, name)]
+    return flags + [f"--{name}={value}" for name, value in values.items() if value]
+
+
+def parse(family: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    options = parser(f"python -m bench.bench_{family}").parse_args(arguments)
     options.rounds = max(3, options.rounds or (3 if options.quick else 5))
     options.budget = options.budget or (QUICK_BUDGET_S if options.quick else FULL_BUDGET_S)
     return options
@@ -169,14 +182,16 @@ def main(
     cases: Sequence[Case],
     draw_plots: Callable[[report.Summary, Path], list[Path]],
     arguments: Sequence[str] | None = None,
+    remark: str = "",
 ) -> int:
+    """Parses the command line and measures; `remark` is a paragraph of the family's table."""
     started = time.time()
     options = parse(family, arguments)
     if options.report:
         if not options.out:
             print(f"bench_{family}: --report needs --out DIR, where {family}.csv is")
             return 2
-        return finish(family, cases, draw_plots, Path(options.out))
+        return finish(family, cases, draw_plots, Path(options.out), remark)
     if not torch.cuda.is_available():
         print(f"bench_{family}: no CUDA device found; this benchmark measures a GPU")
         return 2
@@ -192,14 +207,10 @@ def main(
     progress_path(out, family).unlink(missing_ok=True)
     (out / f"{family}.csv").unlink(missing_ok=True)
     print(f"bench_{family}: {len(cases)} cases, {options.rounds} rounds, into {out}", flush=True)
-    command = [
-        sys.executable, "-m", f"bench.bench_{family}", "--out", str(out),
-        "--rounds", str(options.rounds), "--filter", options.filter,
-        *(["--quick"] if options.quick else []),
-    ]  # fmt: skip
+    command = [sys.executable, "-m", f"bench.bench_{family}", *arguments_of(options, None)]
     completed = supervise(command, started + options.budget)
     progress_path(out, family).unlink(missing_ok=True)
-    code = finish(family, cases, draw_plots, out)
+    code = finish(family, cases, draw_plots, out, remark)
     print(f"bench_{family}: {time.time() - started:.0f} s")
     return code if completed else 1
 
@@ -209,6 +220,7 @@ def finish(
     cases: Sequence[Case],
     draw_plots: Callable[[report.Summary, Path], list[Path]],
     out: Path,
+    remark: str = "",
 ) -> int:
     """Reads the CSV back and writes the tables and plots; the CSV is the only source."""
     path = out / f"{family}.csv"
@@ -221,6 +233,6 @@ def finish(
         plots = draw_plots(summary, out)
     except Exception as error:  # a table without its picture is still a result
         print(f"bench_{family}: no plots: {one_line(error)}")
-    (out / f"{family}.md").write_text(tables.markdown(family, summary, plots))
+    (out / f"{family}.md").write_text(tables.markdown(family, summary, plots, remark))
     print(tables.terminal(summary))
     return 0

@@ -7,7 +7,7 @@ provider that raises or is wrong keeps its place in the table, with the message 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median
@@ -15,7 +15,7 @@ from statistics import median
 import torch
 import torch._functorch.config
 
-from bench.cases import Case, Provider, Tensors
+from bench.cases import Case, Function, Provider, Tensors
 from bench.timing import Backend, Call, Replay, cycles_for
 
 SAMPLES_PER_ROUND = 5
@@ -58,38 +58,60 @@ class Slot:
 # -- what is called -------------------------------------------------------------------------------
 
 
-def bind(case: Case, function: Callable[..., torch.Tensor], inputs: Tensors, seed: int) -> Call:
+def bind(case: Case, function: Function, inputs: Tensors, seed: int) -> Call:
     """The call that is timed, as a function of nothing that returns a tuple of tensors."""
     if case.mode == "forward" and case.grad_mode != "grad":
-        return lambda: (function(*inputs),)
-    leaves = tuple(t.detach().requires_grad_() for t in inputs)
+        return lambda: as_tuple(function(*inputs))
+    leaves, arguments = with_leaves(case, inputs)
     if case.mode == "forward":
-        return lambda: (function(*leaves),)
-    output = function(*leaves)
-    grad_output = random_like(output, seed)
+        return lambda: as_tuple(function(*arguments))
     if case.mode == "both":
-        return lambda: torch.autograd.grad(function(*leaves), leaves, grad_output)
+        # Of copies, since some write the gradient over what they are given.
+        outputs = as_tuple(function(*(t.clone() for t in arguments)))
+        grad_outputs = gradients_like(outputs, seed)
+        return lambda: torch.autograd.grad(as_tuple(function(*arguments)), leaves, grad_outputs)
+    outputs = as_tuple(function(*arguments))
+    grad_outputs = gradients_like(outputs, seed)
     # The graph is kept alive: replays read what the forward saved long after this call.
-    return lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
+    return lambda: torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph=True)
 
 
-def random_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+def as_tuple(value: torch.Tensor | Tensors) -> Tensors:
+    return (value,) if isinstance(value, torch.Tensor) else value
+
+
+def with_leaves(case: Case, inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """The inputs to differentiate by, and all arguments: these and the constants after them."""
+    count = len(inputs) - case.constants
+    leaves = tuple(t.detach().requires_grad_() for t in inputs[:count])
+    return leaves, leaves + inputs[count:]
+
+
+def gradients_like(outputs: Tensors, seed: int) -> Tensors:
+    """Random gradients, each laid out like its output; of a scalar loss one, as in training."""
     # Far from the seeds of the inputs: drawn with the same one, the gradient would equal the input.
-    generator = torch.Generator(tensor.device).manual_seed(seed + 1_000_003)
-    return torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
+    generator = torch.Generator(outputs[0].device).manual_seed(seed + 1_000_003)
+    return tuple(
+        # Drawn in fp32, so that two dtypes of one output, say of a loss, get the same gradient.
+        torch.empty_like(t).copy_(torch.randn(t.shape, generator=generator, device=t.device))
+        if t.ndim
+        else torch.ones_like(t)
+        for t in map(torch.Tensor.detach, outputs)
+    )
 
 
 def expected_values(case: Case, inputs: Tensors, seed: int) -> tuple[Tensors, Tensors]:
     """The eager composition's values in float64, and in the dtype of the case."""
     native = bind(case, case.reference, inputs, seed)()
-    doubles = tuple(t.detach().double() for t in inputs)
+    doubles = tuple(t.detach().double() if t.is_floating_point() else t for t in inputs)
     if case.mode == "forward":
-        return (case.reference(*doubles),), native
-    exact_leaves = tuple(t.requires_grad_() for t in doubles)
-    output = case.reference(*exact_leaves)
-    # Drawn in the dtype of the case, so that both passes start from the same gradient.
-    grad_output = random_like(output.to(case.dtype), seed).double()
-    return torch.autograd.grad(output, exact_leaves, grad_output), native
+        return as_tuple(case.reference(*doubles)), native
+    leaves, arguments = with_leaves(case, doubles)
+    outputs = as_tuple(case.reference(*arguments))
+    # Drawn in the dtypes of the eager outputs, so that both passes start from the same gradient.
+    templates = as_tuple(case.reference(*inputs))
+    grad_outputs = tuple(t.double() for t in gradients_like(templates, seed))
+    return torch.autograd.grad(outputs, leaves, grad_outputs), native
 
 
 @torch.no_grad()
@@ -159,6 +181,8 @@ def measure_on(
     del exact, native
     if not slots:
         return results
+    # The check's float64 memory: while a graph is captured the allocator cannot take it back.
+    backend.release()
     again = Slot(Result(slots[0].result.provider + AGAIN), slots[0].calls)
     results.append(again.result)
     slots.append(again)

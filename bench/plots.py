@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 
+from bench.cases import QUACK_ELSEWHERE
 from bench.report import OURS, Entry, Summary
 from bench.tables import GRAD_MODES, host_operations
 
@@ -17,12 +19,14 @@ STYLES = {
     "triton": {"color": "#808080", "linewidth": 1.4, "marker": "^", "linestyle": "--"},
     "liger": {"color": "#999999", "linewidth": 1.4, "marker": "v", "linestyle": "-."},
     "liger_packed": {"color": "#b3b3b3", "linewidth": 1.4, "marker": "<", "linestyle": "-."},
+    "quack": {"color": "#5c5c5c", "linewidth": 1.4, "marker": "P", "linestyle": (0, (3, 1))},
+    QUACK_ELSEWHERE: {"color": "#5c5c5c", "marker": "P", "linestyle": "none"},
     "eager": {"color": "#bdbdbd", "linewidth": 1.4, "marker": "D", "linestyle": ":"},
     "native": {"color": "#d4d4d4"},
 }
 NAMES = {"compile": "torch.compile", "triton": "Triton, autotuned", "eager": "eager PyTorch",
-         "liger": "Liger, two halves", "liger_packed": "Liger, packed",
-         "native": "one native op"}  # fmt: skip
+         "liger": "Liger", "liger_packed": "Liger, packed", "quack": "QuACK",
+         QUACK_ELSEWHERE: "QuACK, not interleaved", "native": "one native op"}  # fmt: skip
 MODE_TITLES = {"inference": "torch.inference_mode", "no_grad": "torch.no_grad",
                "grad": "with gradients"}  # fmt: skip
 
@@ -45,23 +49,21 @@ def pyplot():
     return pyplot
 
 
-def draw(summary: Summary, out: Path, *, family: str, swept: str) -> list[Path]:
-    """Writes what the summary has data for, and returns the files; `swept` heads the size plot."""
+def draw(
+    summary: Summary, out: Path, *, family: str, names: Mapping[str, str] | None = None
+) -> list[Path]:
+    """Writes what the summary has data for, and returns the files; `names` go before NAMES."""
     plt = pyplot()
     written = []
-    plots = {"throughput": partial(throughput, swept=swept), "speedup": speedup, "host": host}
-    for name, plot in plots.items():
-        figure = plot(plt, summary)
+    labels = {provider: provider for provider in STYLES} | NAMES | dict(names or {})
+    for name, plot in {"throughput": throughput, "speedup": speedup, "host": host}.items():
+        figure = plot(plt, summary, labels)
         if figure is not None:
             path = out / f"{family}_{name}.png"
             figure.savefig(path)
             plt.close(figure)
             written.append(path)
     return written
-
-
-def name_of(provider: str) -> str:
-    return NAMES.get(provider, provider)
 
 
 def human(elements: float) -> str:
@@ -71,49 +73,59 @@ def human(elements: float) -> str:
     return f"{elements:.0f}"
 
 
-def throughput(plt, summary: Summary, swept: str):
-    """TB/s against size, one panel per dtype, the measured copy as the ceiling."""
-    dtypes = list(dict.fromkeys(e.dtype for e in summary.group("sweep")))
-    if not dtypes:
+def throughput(plt, summary: Summary, labels: Mapping[str, str]):
+    """TB/s against size, one panel per series, the measured copy as the ceiling."""
+    panels = summary.panels()
+    if not panels:
         return None
+    columns = min(len(panels), 2)
+    rows = ceil(len(panels) / columns)
     figure, axes = plt.subplots(
-        1,
-        len(dtypes),
-        figsize=(5.2 * len(dtypes), 3.9),
+        rows,
+        columns,
+        figsize=(5.2 * columns, 3.9 * rows),
         sharey=True,
         squeeze=False,
         layout="constrained",
     )
-    for axis, dtype in zip(axes[0], dtypes, strict=True):
-        entries = sorted(
-            (e for e in summary.group("sweep") if e.dtype == dtype), key=lambda e: int(e.x_value)
-        )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (title, entries) in zip(axes.flat, panels.items(), strict=False):
         for provider in reversed(STYLES):
             points = [(int(e.x_value), y) for e in entries if (y := e.tb_per_s(provider))]
             if points:
-                axis.plot(*zip(*points, strict=True), label=name_of(provider), **STYLES[provider])
+                axis.plot(*zip(*points, strict=True), label=labels[provider], **STYLES[provider])
         if ceiling := summary.copy_tb_per_s:
             axis.axhline(ceiling, color=INK, linestyle=(0, (5, 4)), linewidth=1)
             axis.annotate(
                 f"copy {ceiling:.2f} TB/s", (0.01, ceiling), xytext=(0, 4), fontsize=9,
                 xycoords=("axes fraction", "data"), textcoords="offset points", color=INK,
             )  # fmt: skip
-        sizes = [int(e.x_value) for e in entries]
+        sizes = list(dict.fromkeys(int(e.x_value) for e in entries))
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [human(size) for size in sizes])
         axis.tick_params(axis="x", labelsize=9)
         axis.minorticks_off()
-        axis.set_xlabel("elements")
-        axis.set_title(f"{swept}, {dtype}")
+        axis.set_xlabel(entries[0].x_label)
+        axis.set_title(title)
+        axis.margins(y=0.1)  # room for the words on the ceiling
         axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("TB/s (reads + writes)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    axes[0][0].legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(0, 0.6))
+    for axis in axes[:, 0]:
+        axis.set_ylabel("TB/s (reads + writes)")
+    by_label = {}
+    for axis in axes.flat:
+        handles, names = axis.get_legend_handles_labels()
+        by_label |= dict(zip(names, handles, strict=True))
+    ordered = [labels[p] for p in STYLES if labels[p] in by_label]
+    figure.legend(
+        [by_label[name] for name in ordered], ordered, loc="outside upper center",
+        ncols=len(ordered), fontsize=9,
+    )  # fmt: skip
     caption(figure, summary, "GPU time, rotated buffers")
     return figure
 
 
-def speedup(plt, summary: Summary):
+def speedup(plt, summary: Summary, labels: Mapping[str, str]):
     """A bar for fusedcuda and a mark for each peer: how many times faster than eager."""
     entries = [e for e in summary.group("main") if e.ratio("eager", "gpu_cold")]
     if not entries:
@@ -140,7 +152,7 @@ def speedup(plt, summary: Summary):
             style = STYLES[provider]
             axis.scatter(
                 *zip(*marks, strict=True), s=34, marker=style["marker"], color=style["color"],
-                edgecolors="white", linewidths=0.8, zorder=4, label=name_of(provider),
+                edgecolors="white", linewidths=0.8, zorder=4, label=labels[provider],
             )  # fmt: skip
     axis.axvline(1, color=INK, linestyle=(0, (5, 4)), linewidth=1)
     axis.invert_yaxis()
@@ -150,10 +162,10 @@ def speedup(plt, summary: Summary):
     axis.margins(x=0.1, y=0.01)
     axis.set_xlim(left=0)
     axis.set_xlabel("times faster than eager PyTorch (dashed)")
-    handles, labels = axis.get_legend_handles_labels()
+    handles, names = axis.get_legend_handles_labels()
     figure.legend(
-        handles[-1:] + handles[:-1], labels[-1:] + labels[:-1], loc="outside upper center",
-        ncols=len(labels), fontsize=9,
+        handles[-1:] + handles[:-1], names[-1:] + names[:-1], loc="outside upper center",
+        ncols=len(names), fontsize=9,
     )  # fmt: skip
     caption(figure, summary, "GPU time, cold buffers")
     return figure
@@ -163,7 +175,7 @@ def bar_label(entry: Entry) -> str:
     return entry.label.removesuffix(" forward")
 
 
-def host(plt, summary: Summary):
+def host(plt, summary: Summary, labels: Mapping[str, str]):
     """Bars: microseconds to enqueue one call, beside a native op of the same arity."""
     operations = host_operations(summary)
     modes = [m for m in GRAD_MODES if any(m in by_mode for by_mode in operations.values())]
@@ -192,7 +204,7 @@ def host(plt, summary: Summary):
             if bars:
                 axis.bar(
                     *zip(*bars, strict=True), width * 0.92, color=STYLES[provider]["color"],
-                    label=name_of(provider),
+                    label=labels[provider],
                 )  # fmt: skip
         axis.set_xticks(range(len(operations)), operations, rotation=30, ha="right", fontsize=8.5)
         axis.tick_params(axis="x", length=0, labelcolor=INK)
@@ -202,7 +214,7 @@ def host(plt, summary: Summary):
     axes[0][0].legend(loc="upper left", fontsize=8.5)
     top = axes[0][0].get_ylim()[1]
     axes[0][0].set_ylim(0, top * 1.25)
-    caption(figure, summary, "bf16, 4 x 4096, enqueue time only")
+    caption(figure, summary, "bf16, small operands, enqueue time only")
     return figure
 
 

@@ -35,6 +35,7 @@ COLUMNS = [
 
 OURS = "fusedcuda"
 COPY = "device_copy"
+PUBLISHED = "published"  # the method of a time that this process did not measure
 METRICS = {"cold": "gpu_cold", "warm": "gpu_warm", "host": "host"}
 UNITS = {"gpu_cold": "us", "gpu_warm": "us", "host": "us", "peak_memory": "MB", "status": ""}
 
@@ -123,6 +124,10 @@ class Table:
                 rows.append(
                     self.row(case, result.provider, "peak_memory", [result.peak_bytes / 1e6], extra)
                 )
+        rows += [
+            self.row(case, peer, "gpu_cold", [us], {"method": PUBLISHED})
+            for peer, us in case.published.items()
+        ]
         self.write(rows)
 
     def add_failure(self, case: Case, message: str) -> None:
@@ -179,12 +184,15 @@ class Entry:
     dtype: str
     x_value: str
     bytes: int
+    x_label: str = ""
+    panel: str = ""
     formula: str = ""
     l2_multiple: float | None = None
     times: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     spread: dict[str, float] = field(default_factory=dict)
+    published: set[str] = field(default_factory=set)
     targets: tuple[Target, ...] = ()
 
     def time(self, provider: str, metric: str) -> float | None:
@@ -195,7 +203,7 @@ class Entry:
         return {
             name: values[metric][0]
             for name, values in self.times.items()
-            if metric in values and name != OURS and not name.endswith("(again)")
+            if metric in values and not name.startswith(OURS) and not name.endswith("(again)")
         }
 
     def best_peer(self, metric: str) -> tuple[str, float] | None:
@@ -207,6 +215,11 @@ class Entry:
         best = self.best_peer(metric)
         theirs = (best and best[1]) if peer == "best" else self.time(peer, metric)
         return theirs / ours if ours and theirs else None
+
+    def interleaved(self, peer: str, metric: str) -> bool:
+        """Whether the peer was measured here, in the same rounds."""
+        best = self.best_peer(metric)
+        return (best[0] if peer == "best" and best else peer) not in self.published
 
     def is_noise(self, ratio: float, metric: str) -> bool:
         """A difference smaller than that of A against A is no claim."""
@@ -220,16 +233,18 @@ class Entry:
         ratio = self.ratio(target.peer, target.metric)
         if ratio is None:
             return "not measured"
+        aside = "" if self.interleaved(target.peer, target.metric) else " (not interleaved)"
         if ratio >= target.ratio:
-            return "met"
-        return "noise" if target.ratio - ratio <= self.spread.get(target.metric, 0.0) else "missed"
+            return "met" + aside
+        is_close = target.ratio - ratio <= self.spread.get(target.metric, 0.0)
+        return ("noise" if is_close else "missed") + aside
 
 
 class Summary:
     """All entries of a CSV, in the order in which they were measured."""
 
     def __init__(self, rows: Sequence[dict[str, str]], cases: Sequence[Case]) -> None:
-        targets = {case.label: case.targets for case in cases}
+        by_label = {case.label: case for case in cases}
         self.entries: dict[str, Entry] = {}
         self.copies: list[float] = []
         self.environment: dict[str, object] = {}
@@ -242,12 +257,14 @@ class Summary:
                 self.environment = extra["environment"]
                 self.gpu_states.append(extra["gpu"])
                 continue
+            case = by_label.get(extra["case"])
             entry = self.entries.setdefault(
                 extra["case"],
                 Entry(
                     extra["case"], row["kernel_name"], row["kernel_operation_mode"],
                     extra["group"], extra["dtype"], row["x_value"], extra["bytes"],
-                    targets=targets.get(extra["case"], ()),
+                    row["x_label"], case.panel if case else "",
+                    targets=case.targets if case else (),
                 ),
             )  # fmt: skip
             self._add(entry, row, extra)
@@ -264,12 +281,25 @@ class Summary:
         entry.l2_multiple = extra.get("l2_multiple", entry.l2_multiple)
         if "note" in extra:
             entry.notes[provider] = extra["note"]
+        if extra.get("method") == PUBLISHED:
+            entry.published.add(provider)
         if "spread" in extra:
             entry.spread[metric] = extra["spread"]
 
     @property
     def copy_tb_per_s(self) -> float | None:
         return self.copies[0] if self.copies else None
+
+    def published(self) -> set[str]:
+        return set().union(*(entry.published for entry in self.entries.values()))
+
+    def panels(self) -> dict[str, list[Entry]]:
+        """The entries that are points of a plot, by its title, in the order of their sizes."""
+        panels: dict[str, list[Entry]] = {}
+        for entry in self.entries.values():
+            if entry.panel:
+                panels.setdefault(entry.panel, []).append(entry)
+        return {title: sorted(es, key=lambda e: int(e.x_value)) for title, es in panels.items()}
 
     def group(self, name: str) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.group == name]

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.cases import Case
+from bench.cases import QUACK_SOURCE, Case
 from bench.report import OURS, Entry, Summary
 
 if TYPE_CHECKING:
@@ -26,11 +26,12 @@ def microseconds(value: float | None) -> str:
 
 
 def times(entry: Entry, peer: str, metric: str = "gpu_cold") -> str:
-    """A ratio to a peer; `~` where it is within the spread of A against A."""
+    """A ratio to a peer; `~` where it is within the spread of A against A, `*` not interleaved."""
     ratio = entry.ratio(peer, metric)
     if ratio is None:
         return "-"
-    return f"{'~' if entry.is_noise(ratio, metric) else ''}{ratio:.2f}x"
+    noise = "~" if entry.is_noise(ratio, metric) else ""
+    return f"{noise}{ratio:.2f}x{'' if entry.interleaved(peer, metric) else '*'}"
 
 
 def percent_of_copy(entry: Entry, summary: Summary, provider: str = OURS) -> str:
@@ -98,6 +99,8 @@ def terminal(summary: Summary) -> str:
         if len(failures) > room:
             lines.append(f"  and {len(failures) - room} more, in the CSV")
     lines += ["", "~ or noise: smaller than the spread of fusedcuda against itself (A/A)"]
+    if summary.published():
+        lines.append("*: the peer's time is from another process, not interleaved")
     return "\n".join(lines)
 
 
@@ -118,13 +121,12 @@ def gpu_lines(summary: Summary) -> list[str]:
 
 def sweep_lines(summary: Summary) -> list[str]:
     lines = []
-    for dtype in dict.fromkeys(entry.dtype for entry in summary.group("sweep")):
-        entries = [e for e in summary.group("sweep") if e.dtype == dtype]
+    for panel, entries in summary.panels().items():
         ratios = [r for e in entries if (r := e.ratio("best", "gpu_cold"))]
         if ratios:
             lines.append(
-                f"{entries[0].kernel} {dtype}, {len(ratios)} sizes: {min(ratios):.2f}x to "
-                f"{max(ratios):.2f}x the best peer, median {median(ratios):.2f}x"
+                f"{panel}, {len(ratios)} sizes: {min(ratios):.2f}x to {max(ratios):.2f}x "
+                f"the best peer, median {median(ratios):.2f}x"
             )
     return ["", *lines] if lines else []
 
@@ -152,7 +154,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     return [f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|", *body, ""]
 
 
-def markdown(family: str, summary: Summary, plots: Sequence[Path]) -> str:
+def markdown(family: str, summary: Summary, plots: Sequence[Path], remark: str = "") -> str:
     environment = summary.environment
     sheet = environment.get("datasheet_tb_per_s")
     lines = [
@@ -170,6 +172,12 @@ def markdown(family: str, summary: Summary, plots: Sequence[Path]) -> str:
         "checked against float64 first. `~` and `noise` mark what is smaller than the difference "
         "of fusedcuda to itself, measured twice in the same rounds.",
         "",
+        *(
+            f"{name}: not measured here, but elsewhere ({QUACK_SOURCE}); a ratio to it bears `*` "
+            "or the words `not interleaved`.\n"
+            for name in sorted(summary.published())
+        ),
+        *([remark, ""] if remark else []),
     ]
     lines += [f"![{path.stem}]({path.name})\n" for path in plots]
     lines += target_section(summary)
@@ -209,7 +217,8 @@ def gpu_section(summary: Summary, group: str, title: str) -> list[str]:
             rows.append((
                 entry.label if provider == next(iter(entry.times)) else "", provider,
                 microseconds(cold and cold[0]),
-                f"{microseconds(cold[1])}-{microseconds(cold[2])}" if cold else "-",
+                f"{microseconds(cold[1])}-{microseconds(cold[2])}"
+                if cold and provider not in entry.published else "-",
                 number(entry.tb_per_s(provider)), percent_of_copy(entry, summary, provider),
                 microseconds(entry.time(provider, "gpu_warm")),
                 microseconds(entry.time(provider, "host")),

@@ -1,64 +1,34 @@
-"""Variants of the pointwise kernels: text replacements, built in parallel, timed in turn.
+"""Variants of a family's kernels: text replacements in csrc, built in parallel, timed in turn.
 
-    python -m bench.tuning.variants            # on the card, from the repository's root
+    python -m bench.tuning.variants FAMILY [--filter REGEX]     # on the card, from the root
 
-Edit VARIANTS, run, and write what each gave into bench/results/<gpu>/pointwise_notes.md. A build is
-a copy of csrc under build/variants, so an interrupted run leaves the sources alone.
+`bench/tuning/<family>_cases.py` has the calls and VARIANTS, which is there to be edited: run, and
+write what each variant gave into bench/results/<gpu>/<family>_notes.md. A build is a copy of csrc
+under build/variants of which only this family is compiled, so an interrupted run leaves the sources
+alone. With --measure it times the csrc that FUSEDCUDA_CSRC names, for instance under a profiler.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
+from fusedcuda._build import FAMILIES
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ROOT / "build" / "variants"
-
-# name: {text in csrc: what takes its place}
-VARIANTS: dict[str, dict[str, str]] = {
-    "as committed": {},
-    "sum tile 64": {"kSumTileX = 32": "kSumTileX = 64"},
-    "sum blocks 8 and 8": {"? 5 : 4;": "? 8 : 8;"},
-    "sum partials: one load": {"constexpr int kUnroll = 4;": "constexpr int kUnroll = 1;"},
-    "no dependent launch": {"attributes.ptxVersion >= 90": "attributes.ptxVersion >= 900"},
-}
-
-
-def cases() -> dict[str, Callable[[], object]]:
-    """Calls on random bf16 tensors far larger than the L2."""
-    import fusedcuda
-
-    raw = torch.ops.fusedcuda
-
-    def new(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-    x, grad, bias = new(65536, 1024), new(65536, 1024), new(1024)
-    y = fusedcuda.bias_act(x, bias)
-    wide, wide_grad, row = new(16384, 4096), new(16384, 4096), new(4096)
-    packed, packed_grad = new(8192, 28672), new(8192, 14336)
-    shifted, aligned = new(2**26 + 1)[1:], new(2**26)
-    small = [torch.randn(1024, 1024, device="cuda") for _ in range(3)]
-    return {
-        "bias relu": lambda: fusedcuda.bias_act(x, bias),
-        "bias gelu": lambda: fusedcuda.bias_act(x, bias, "gelu"),
-        "scale bias": lambda: fusedcuda.act_scale_bias(wide, row, row),
-        "packed": lambda: fusedcuda.act_mul_packed(packed),
-        "bias relu bwd": lambda: raw.add_relu_backward(grad, y, y, bias, 0b11),
-        "bias gelu_tanh bwd": lambda: raw.bias_act_backward(grad, x, bias, 6, 0b11),
-        "scale bias bwd": lambda: raw.act_scale_bias_backward(wide_grad, wide, row, row, 1, 0b111),
-        "packed bwd": lambda: raw.act_mul_packed_backward(packed_grad, packed, 7),
-        "shifted": lambda: fusedcuda.add_relu(shifted, aligned),
-        "4 MB fp32": lambda: fusedcuda.add_mul_act(*small),
-    }
+Calls = Mapping[str, Callable[[], object]]
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -86,15 +56,25 @@ def microseconds(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def prepare(index: int, replacements: dict[str, str]) -> Path:
+def measure(calls: Calls) -> dict[str, float]:
+    """Every call's time; one that a variant breaks has none, and the others still do."""
+    times = {}
+    for name, call in calls.items():
+        try:
+            times[name] = microseconds(call)
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+    return times
+
+
+def prepare(folder: Path, csrc: Path, replacements: Mapping[str, str]) -> Path:
     """A copy of csrc with the replacements; each has to occur somewhere."""
-    folder = BUILDS / str(index)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "csrc", folder)
+    shutil.copytree(csrc, folder)
     for old, new in replacements.items():
         files = [path for path in folder.rglob("*") if path.is_file() and old in path.read_text()]
         if not files:
-            raise SystemExit(f"{old!r} does not occur in csrc")
+            raise SystemExit(f"{old!r} does not occur in {csrc}")
         for path in files:
             path.write_text(path.read_text().replace(old, new))
     return folder
@@ -107,24 +87,53 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def main() -> None:
-    folders = [prepare(index, replacements) for index, replacements in enumerate(VARIANTS.values())]
-    builds = [start(f, "-c", "import fusedcuda; fusedcuda.load('pointwise')") for f in folders]
-    for build in builds:
+def table_line(name: str, width: int, columns: Sequence[str], times: Mapping[str, float]) -> str:
+    cells = (f"{times[c]:.2f}" if c in times else "-" for c in columns)
+    return "  ".join(
+        [name.ljust(width), *(cell.rjust(len(c)) for cell, c in zip(cells, columns, strict=True))]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tuning.variants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--filter", metavar="REGEX", default="", help="only cases that match")
+    parser.add_argument("--measure", action="store_true",
+                        help="build and time no variants; print the times as JSON")  # fmt: skip
+    options = parser.parse_args(arguments)
+    module = import_module(f"bench.tuning.{options.family}_cases")
+    if options.measure:
+        calls = {n: c for n, c in module.cases().items() if re.search(options.filter, n)}
+        print(json.dumps(measure(calls)))
+        return
+    variants: dict[str, dict[str, str]] = module.VARIANTS
+    folders = [
+        prepare(BUILDS / options.family / str(index), ROOT / "csrc", replacements)
+        for index, replacements in enumerate(variants.values())
+    ]
+    load = f"import fusedcuda; fusedcuda.load({options.family!r})"
+    for build in [start(folder, "-c", load) for folder in folders]:
         build.communicate()
-    for name, folder in zip(VARIANTS, folders, strict=True):
-        output, _ = start(folder, "-m", "bench.tuning.variants", "--measure").communicate()
+    width, columns = max(map(len, variants)), None
+    for name, folder in zip(variants, folders, strict=True):
+        output, _ = start(
+            folder, "-m", "bench.tuning.variants", options.family, "--measure",
+            f"--filter={options.filter}",
+        ).communicate()  # fmt: skip
         try:
-            results = json.loads(output.strip().rsplit("\n", 1)[-1])
+            times = json.loads(output.strip().rsplit("\n", 1)[-1])
         except ValueError:
-            print(f"{name:24s} failed", flush=True)
+            print(f"{name.ljust(width)}  failed", flush=True)
             continue
-        row = " | ".join(f"{case} {us:.2f}" for case, us in results.items())
-        print(f"{name:24s} | {row}", flush=True)
+        if columns is None:
+            columns = list(times)
+            print("  ".join(["us".ljust(width), *columns]))
+        print(table_line(name, width, columns, times), flush=True)
 
 
 if __name__ == "__main__":
-    if "--measure" in sys.argv:
-        print(json.dumps({case: microseconds(call) for case, call in cases().items()}))
-    else:
-        main()
+    main()

@@ -1,0 +1,222 @@
+// Times norm.cu's kernels in many configurations, to choose those of norm_config.h.
+//
+//   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels -o build/norm_tuning \
+//     bench/tuning/norm_configs.cu && build/norm_tuning
+//
+// Prints microseconds and TB/s (4 bytes an element forward, 6 backward) of bf16 rows; the marked
+// line is what the chooser takes.
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "norm.cu"
+
+using namespace fusedcuda;
+using T = __nv_bfloat16;
+
+#define CHECK(call)                                                                    \
+  do {                                                                                 \
+    const cudaError_t status = (call);                                                 \
+    if (status != cudaSuccess) {                                                       \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status));             \
+      std::exit(1);                                                                    \
+    }                                                                                  \
+  } while (0)
+
+__global__ void fill(T* data, int64_t n, unsigned seed) {
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
+    unsigned x = static_cast<unsigned>(i) * 2654435761u + seed;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    data[i] = __float2bfloat16_rn((x & 0xffff) / 32768.0f - 1.0f);
+  }
+}
+
+T* random_values(int64_t n) {
+  T* data;
+  CHECK(cudaMalloc(&data, n * sizeof(T)));
+  fill<<<1024, 256>>>(data, n, static_cast<unsigned>(n));
+  return data;
+}
+
+template <typename Call>
+double microseconds(Call call) {
+  cudaEvent_t start, end;
+  CHECK(cudaEventCreate(&start));
+  CHECK(cudaEventCreate(&end));
+  for (int i = 0; i < 3; ++i) call();
+  CHECK(cudaEventRecord(start));
+  constexpr int kCount = 15;
+  for (int i = 0; i < kCount; ++i) call();
+  CHECK(cudaEventRecord(end));
+  CHECK(cudaEventSynchronize(end));
+  CHECK(cudaGetLastError());
+  float ms;
+  CHECK(cudaEventElapsedTime(&ms, start, end));
+  return ms * 1e3 / kCount;
+}
+
+// Rows over blocks of at most `threads` threads, `rows_per_block` of them in a block.
+RowConfig spread(const RowConfig& chosen, int64_t columns, int items, int threads,
+                 int rows_per_block) {
+  RowConfig config = chosen;
+  const int64_t vectors = ceil_div(columns, chosen.vec);
+  config.items = items;
+  config.cluster = next_power_of_two(ceil_div(vectors, int64_t{threads} * items));
+  const int64_t needed = ceil_div(vectors, int64_t{items} * config.cluster);
+  config.threads_per_row = static_cast<int>(ceil_div(needed, kWarpSize) * kWarpSize);
+  config.rows_per_block = rows_per_block;
+  return config;
+}
+
+std::string text(const NormConfig& c) {
+  const RowConfig& row = c.row;
+  char line[200];
+  std::snprintf(line, sizeof(line), "items %d block %4dx%d cluster %2d stages %d blocks %4lld",
+                row.items, row.threads_per_row, row.rows_per_block, row.cluster, c.stages,
+                static_cast<long long>(row.blocks));
+  return line;
+}
+
+// Times `run` in the chosen configuration and in others.
+template <typename Params, typename Run>
+void sweep(const char* name, const Params& p, const NormConfig& chosen, int items, int parameters,
+           int tensors, size_t value_size, int threads_of_sm, double gigabytes,
+           const DeviceTraits& device, Run run) {
+  std::vector<std::string> seen;
+  auto time = [&](const NormConfig& config, const char* mark) {
+    for (const std::string& other : seen) {
+      if (other == text(config)) return;
+    }
+    seen.push_back(text(config));
+    const double us = microseconds([&] { run(config); });
+    std::printf("%s %s %lldx%d  %s %8.1f us %5.2f TB/s%s\n",
+                p.kind == NormKind::kRms ? "rms" : "layer", name, static_cast<long long>(p.rows),
+                p.columns, text(config).c_str(), us, gigabytes / us * 1e3, mark);
+  };
+  time(chosen, " *");
+  if (chosen.row.path == RowPath::kStream || chosen.row.items == 1) return;
+  for (int block_threads : {128, 256, 512, 1024}) {
+    NormConfig config = chosen;
+    config.row = spread(chosen.row, p.columns, items, 1024, 1);
+    RowConfig& row = config.row;
+    if (std::string(name).find("backward") == 0 || row.cluster > 1) continue;
+    row.path = RowPath::kRegister;
+    row.rows_per_block = std::max(1, block_threads / row.threads_per_row);
+    row.blocks = ceil_div(p.rows, row.rows_per_block);
+    config.shared_bytes = row.scratch_bytes(static_cast<int>(value_size));
+    config.stages = 0;
+    time(config, " register");
+  }
+  for (int threads : {128, 256, 512}) {
+    for (int block_threads : {128, 256, 512}) {
+      for (int share : {threads_of_sm, threads_of_sm * 3 / 4, threads_of_sm / 2}) {
+        for (int stages : {1, 2, 3, 4}) {
+          NormConfig config = chosen;
+          config.row = spread(chosen.row, p.columns, items, threads, 1);
+          RowConfig& row = config.row;
+          if (row.cluster > 16) continue;
+          row.rows_per_block =
+              row.cluster > 1 ? 1 : std::max(1, block_threads / row.threads_per_row);
+          norm::choose_pipeline(p.rows, p.dtype, parameters, tensors,
+                                row.scratch_bytes(static_cast<int>(value_size)), share, device,
+                                &config);
+          if (row.path == RowPath::kStream || config.stages < stages) continue;
+          const size_t slots = size_t(row.items) * row.threads_per_row + (row.aligned ? 0 : 1);
+          config.shared_bytes -=
+              (config.stages - stages) * kVectorBytes * slots * row.rows_per_block * tensors;
+          config.stages = stages;
+          time(config, "");
+        }
+      }
+    }
+  }
+}
+
+void forward(NormKind kind, int64_t rows, int columns, bool residual, T* x, T* y, T* weight,
+             const DeviceTraits& device) {
+  NormParams p;
+  p.kind = kind;
+  p.dtype = DType::kBFloat16;
+  p.rows = rows;
+  p.columns = columns;
+  p.x = RowMatrix::make(x, columns, rows, columns, 2);
+  p.y = RowMatrix::make(y, columns, rows, columns, 2);
+  if (residual) {
+    p.residual = RowMatrix::make(x + rows * columns, columns, rows, columns, 2);
+    p.sum = RowMatrix::make(y + rows * columns, columns, rows, columns, 2);
+  }
+  p.weight.data = weight;
+  if (kind == NormKind::kLayer) p.bias.data = weight;
+  p.eps = 1e-6;
+  sweep(residual ? "forward residual" : "forward", p, choose_norm_config(p, device), kNormItems,
+        kind == NormKind::kLayer ? 2 : 1, residual ? 2 : 1, sizeof(float), kNormThreadsOfSm,
+        (residual ? 8e-9 : 4e-9) * rows * columns, device,
+        [&](const NormConfig& config) { CHECK(launch_norm(p, config, nullptr)); });
+}
+
+void backward(NormKind kind, int64_t rows, int columns, bool residual, T* x, T* y, T* weight,
+              float* rstd, float* workspace, const DeviceTraits& device) {
+  NormBwdParams p;
+  p.kind = kind;
+  p.dtype = DType::kBFloat16;
+  p.rows = rows;
+  p.columns = columns;
+  p.h = RowMatrix::make(x, columns, rows, columns, 2);
+  p.dy = RowMatrix::make(x + rows * columns, columns, rows, columns, 2);
+  p.dx = RowMatrix::make(y, columns, rows, columns, 2);
+  if (residual) p.dh = RowMatrix::make(y + rows * columns, columns, rows, columns, 2);
+  p.rstd = rstd;
+  p.weight.data = weight;
+  p.dweight.data = weight + columns;
+  if (kind == NormKind::kLayer) {
+    p.mean = rstd;
+    p.dbias.data = weight + 2 * columns;
+  }
+  sweep(residual ? "backward residual" : "backward", p, choose_norm_bwd_config(p, device),
+        kind == NormKind::kLayer ? kLayerNormBwdItems : kNormItems, 1, residual ? 3 : 2,
+        2 * sizeof(float), kNormBwdThreadsOfSm, (residual ? 8e-9 : 6e-9) * rows * columns, device,
+        [&](const NormConfig& config) {
+          CHECK(launch_norm_bwd(p, config, workspace, nullptr));
+        });
+}
+
+int main() {
+  DeviceTraits device;
+  CHECK(norm_device_traits(&device));
+  std::printf("%d SMs, resident clusters of 2, 4, 8, 16: %d %d %d %d\n", device.num_sms,
+              device.resident_clusters[1], device.resident_clusters[2],
+              device.resident_clusters[3], device.resident_clusters[4]);
+  constexpr int64_t kElements = int64_t{1} << 28;
+  T* x = random_values(2 * kElements + (1 << 24));
+  T* y = random_values(2 * kElements + (1 << 24));
+  T* weight = random_values(1 << 20);
+  float *rstd, *workspace;
+  CHECK(cudaMalloc(&rstd, sizeof(float) << 22));
+  CHECK(cudaMemset(rstd, 0x3f, sizeof(float) << 22));
+  CHECK(cudaMalloc(&workspace, sizeof(float) << 26));
+  const struct {
+    NormKind kind;
+    int64_t rows;
+    int columns;
+    bool residual;
+  } cases[] = {
+      {NormKind::kRms, 262144, 1024, false},   {NormKind::kRms, 65536, 4096, false},
+      {NormKind::kRms, 32768, 8192, false},    {NormKind::kRms, 16384, 16384, false},
+      {NormKind::kRms, 8192, 32768, false},    {NormKind::kRms, 4096, 65536, false},
+      {NormKind::kRms, 1024, 262144, false},   {NormKind::kRms, 65536, 4096, true},
+      {NormKind::kRms, 16384, 16384, true},    {NormKind::kRms, 65536, 4097, false},
+      {NormKind::kRms, 4096, 50257, false},    {NormKind::kRms, 128, 4096, false},
+      {NormKind::kRms, 1, 4096, false},        {NormKind::kLayer, 81920, 3072, false},
+      {NormKind::kLayer, 65536, 4096, false},  {NormKind::kLayer, 16384, 16384, false},
+      {NormKind::kLayer, 4096, 65536, false},
+  };
+  for (const auto& c : cases) {
+    forward(c.kind, c.rows, c.columns, c.residual, x, y, weight, device);
+    backward(c.kind, c.rows, c.columns, c.residual, x, y, weight, rstd, workspace, device);
+  }
+}
