@@ -6,6 +6,7 @@ PYTHON3 ?= python3
 TORCH ?= torch>=2.10
 SANITIZER ?= compute-sanitizer
 SANITIZED ?= tests/test_sanitize.py
+BENCH_SECONDS ?= 450
 
 # Where no CUDA toolkit is installed, pip brings nvcc.
 HAVE_NVCC := $(or $(CUDA_HOME),$(wildcard /usr/local/cuda/bin/nvcc),$(shell command -v nvcc))
@@ -25,7 +26,7 @@ help:
 	@echo "make demo        run the demo: a DLRM step with and without fused ops"
 	@echo "make test        run the tests (those that need a GPU only where there is one)"
 	@echo "make test-gpu    run only the tests that need a GPU"
-	@echo "make bench       measure on this GPU, against eager, torch.compile and Triton"
+	@echo "make bench       measure all families on this GPU, against eager, torch.compile and Triton"
 	@echo "make sanitize    run tests/test_sanitize.py under memcheck, racecheck and initcheck"
 	@echo "make sass        registers, vector accesses and spills of every kernel"
 	@echo "make install     install torch and this checkout, kernels built, into $(ENV)"
@@ -58,7 +59,7 @@ test-gpu: $(INSTALLED)
 	$(PYTHON) -m pytest -m "gpu or gpus"
 
 bench: $(INSTALLED)
-	$(PYTHON) -m bench
+	$(PYTHON) -m bench --budget $(BENCH_SECONDS)
 
 # The caching allocator would hide accesses outside of a tensor.
 sanitize: $(INSTALLED)

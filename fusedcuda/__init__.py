@@ -8,6 +8,8 @@ from ._explain import explain
 from ._jit import jit, load
 from ._version import __version__
 from .doctor import doctor
+from .ops.cross_entropy import cross_entropy
+from .ops.norm import layer_norm, rms_norm
 from .ops.pointwise import (
     act_mul,
     act_mul_packed,
@@ -16,6 +18,8 @@ from .ops.pointwise import (
     add_relu,
     bias_act,
 )
+from .ops.rope import rope, rope_
+from .ops.softmax import log_softmax, softmax
 
 __all__ = [
     "BuildError",
@@ -26,12 +30,19 @@ __all__ = [
     "add_mul_act",
     "add_relu",
     "bias_act",
+    "cross_entropy",
     "doctor",
     "explain",
     "jit",
     "kernel_source",
+    "layer_norm",
     "load",
+    "log_softmax",
     "nn",
+    "rms_norm",
+    "rope",
+    "rope_",
+    "softmax",
 ]
 
 if not _jit.load_prebuilt():

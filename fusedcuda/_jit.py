@@ -76,8 +76,8 @@ def build_info() -> dict:
 def load(family: str, *, force: bool = False, verbose: bool = False) -> Path:
     """Makes the CUDA kernels of a family ready now instead of at the first call that needs them.
 
-    Nothing happens if they are loaded already. Otherwise the family is compiled, which takes some
-    seconds once, and kept for later processes; see `python -m fusedcuda doctor` for where.
+    Nothing happens if they are loaded already. Otherwise the family is compiled, which takes up to
+    a minute once, and kept for later processes; see `python -m fusedcuda doctor` for where.
 
     Args:
         family: such as "pointwise".
@@ -256,7 +256,7 @@ def _compiled(family: str, sources: Sources, verbose: bool) -> Path:
         for line in filter(None, (*toolchain.notes, note)):
             _cache.say(line)
         _cache.say(
-            f"compiling {family!r} for {', '.join(a.sm for a in archs)} (about 15 s, once) ..."
+            f"compiling {family!r} for {', '.join(a.sm for a in archs)} (up to a minute, once) ..."
         )
         started = time.monotonic()
         with _cache.new_entry(entry) as folder:

@@ -96,8 +96,13 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-def first_order_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for ``backward(ctx, grad, *saved)`` of ``op``: a second derivative raises.
+def first_order_only(
+    op: str, num_gradients: int = 1
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for ``backward(ctx, *grads, *saved)`` of ``op``: a second derivative raises.
+
+    ``backward`` gets the first ``num_gradients`` incoming gradients, of which some may be ``None``;
+    outputs behind those are statistics, which have none.
 
     Stricter than torch's ``once_differentiable``, which only notices when the incoming gradient
     requires one and lets a gradient penalty lose its second-order term.
@@ -105,12 +110,12 @@ def first_order_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., An
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
-        def checked(ctx: Any, grad: torch.Tensor) -> Any:
-            saved = ctx.saved_tensors  # unpacked once: checkpointing allows no second time
-            gradients = backward(ctx, grad, *saved)
+        def checked(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            # saved_tensors are unpacked once: checkpointing allows no second time.
+            sources = (*grads[:num_gradients], *ctx.saved_tensors)
+            gradients = backward(ctx, *sources)
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return gradients
-            sources = (grad, *saved)
             return tuple(
                 _FirstOrderOnly.apply(op, g, *sources) if isinstance(g, torch.Tensor) else g
                 for g in gradients

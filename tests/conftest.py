@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fusedcuda
+from fusedcuda import _jit, _toolchain
 
 SEED_VARIABLE = "FUSEDCUDA_TEST_SEED"
 
@@ -46,3 +51,28 @@ def deterministic_algorithms() -> Iterator[Callable[[], None]]:
     """Called in a test, it turns torch's deterministic algorithms on until the test's end."""
     yield lambda: torch.use_deterministic_algorithms(True)
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def load_family() -> Callable[[str], None]:
+    """Loads a family, prebuilt or compiled now; for an H100 or H200 where no GPU is visible."""
+
+    def load(family: str) -> None:
+        toolkit = _toolchain.find_cuda_home(_toolchain.describe_torch(torch), [])
+        if toolkit is None and not _jit.PREBUILT.exists():
+            pytest.skip("neither compiled kernels nor a CUDA compiler")
+        with pytest.MonkeyPatch.context() as environment:
+            if not torch.cuda.is_available():
+                environment.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+            fusedcuda.load(family)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """A mesh of one process; enough to be handed a DTensor."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("mesh") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

@@ -1,12 +1,16 @@
 """The pointwise ops written in plain torch, and the rule for how far a fused op may be from them.
 
 The same formula serves twice. In float64 it is the reference. In the dtype of the operands, where
-torch rounds after every step, it is the eager op whose error sets the standard. See `check`.
+torch rounds after every step, it is the eager op whose error sets the standard. See
+`check_function`, which takes any function of tensors, and `check`, which takes a pointwise op.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,7 +86,7 @@ def by_name(op: Op) -> str:
     return op.name
 
 
-def leaf(operand: Tensor | float, requires_grad: bool = True) -> Tensor | float:
+def leaf(operand: Tensor | float | None, requires_grad: bool = True) -> Tensor | float | None:
     """The operand as a new leaf of the graph, in the layout that it has."""
     if not isinstance(operand, Tensor):
         return operand
@@ -98,6 +102,15 @@ def poison(device: torch.device | str, *sizes: int) -> None:
             for _ in range(3)
         ]
         del blocks
+
+
+def need_gpu_memory(gibibytes: float) -> None:
+    """Skip the test where the card has less than that left."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gibibytes:
+        pytest.skip(f"needs {gibibytes} GiB of free GPU memory, found {free:.1f}")
 
 
 def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,8 +137,9 @@ def assert_as_good_as_eager(
     those of the eager op, plus one ulp. Fewer than 256 elements are too few to judge the eager op
     by, and in float64 the eager op is the reference; there the first rule stands alone.
 
-    `computed_for` is the dtype of the op's output. An ulp is that of the coarser one of it and
-    `actual`: the gradient of a 0-d float64 operand beside a half-precision tensor is rounded twice.
+    `computed_for` is the dtype of the arithmetic or, of a pointwise op, that of its output. An ulp
+    is that of the coarser one of it and `actual`: the gradient of a 0-d float64 operand beside a
+    half-precision tensor is rounded twice.
     """
     dtype = actual.dtype
     assert dtype == eager.dtype, f"{name}: {dtype}, torch gives {eager.dtype}"
@@ -161,21 +175,121 @@ def assert_as_good_as_eager(
             )
 
 
+def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` as if it had been stored in `dtype`; the gradient passes unchanged."""
+    return value + (value.to(dtype).to(value.dtype) - value).detach()
+
+
 def gradients(
-    function: Callable[..., Tensor],
-    operands: Sequence[Tensor | float],
+    function: Callable[..., Tensor | Sequence[Tensor]],
+    operands: Sequence[Tensor | float | None],
     wrt: Sequence[int],
-    grad_output: Tensor | None,
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """The output, and the gradient of each operand named in `wrt`."""
+    grad_outputs: Tensor | Sequence[Tensor | None] | None,
+) -> tuple[Any, dict[int, Tensor]]:
+    """What the function returns, and the gradient of each operand whose index is in `wrt`.
+
+    One incoming gradient an output, None for an output that is not used further; None instead of
+    them all stands for ones.
+    """
     leaves = [leaf(operand, index in wrt) for index, operand in enumerate(operands)]
     out = function(*leaves)
     if not wrt:
         return out, {}
-    poison(out.device, *(leaves[i].numel() * leaves[i].element_size() for i in wrt))
-    grad_output = grad_output if grad_output is not None else torch.ones_like(out)
-    grads = torch.autograd.grad(out, [leaves[i] for i in wrt], grad_output)
-    return out.detach(), dict(zip(wrt, grads, strict=True))
+    outputs = as_tuple(out)
+    poison(outputs[0].device, *(leaves[i].numel() * leaves[i].element_size() for i in wrt))
+    if grad_outputs is None:
+        grad_outputs = [torch.ones_like(output) for output in outputs]
+    elif isinstance(grad_outputs, Tensor):
+        grad_outputs = [grad_outputs]
+    used = [pair for pair in zip(outputs, grad_outputs, strict=True) if pair[1] is not None]
+    grads = torch.autograd.grad(
+        [output for output, _ in used], [leaves[i] for i in wrt], [grad for _, grad in used]
+    )
+    detached = tuple(output.detach() for output in outputs)
+    return detached[0] if isinstance(out, Tensor) else detached, dict(zip(wrt, grads, strict=True))
+
+
+def check_function(
+    name: str,
+    fused: Callable[..., Tensor | Sequence[Tensor]],
+    eager: Callable[..., Tensor | Sequence[Tensor]],
+    tensors: Mapping[str, Tensor | float | None],
+    *,
+    reference: Callable[..., Tensor | Sequence[Tensor]] | None = None,
+    wrt: Sequence[str] | None = None,
+    grad_outputs: Sequence[Tensor | None] | None = None,
+    expand: Sequence[str] = (),
+    magnitudes: Mapping[str, Tensor] | None = None,
+    computed_for: torch.dtype | None = None,
+) -> Any:
+    """Compare a function's outputs and gradients with float64 by `assert_as_good_as_eager`.
+
+    `fused` and `eager` are called with the values of `tensors` in that order. They return a tensor
+    or several; every output of `eager` is compared. `reference` is called with the floating tensors
+    in float64; it is `eager` unless something else is given, as it must be where the op rounds in
+    the middle (see `rounded`). Returns what `fused` returns.
+
+    `wrt` names the tensors that get a gradient (by default all floating ones). `grad_outputs` are
+    drawn at random unless given; None stands for an output that is not used. `expand` names the
+    tensors that are expanded to the shape of the first output before the float64 gradient is taken,
+    so that the terms of a sum are known one by one. `magnitudes` gives the sum of the absolute
+    values of the terms where cancellation hides it: by "output 0", "output 1", ... and, for the
+    gradients, by the name in `tensors`. `computed_for`: see `assert_as_good_as_eager`; by default
+    what the op computes in, float64 for a float64 output and else float32.
+    """
+    names, operands = list(tensors), list(tensors.values())
+    magnitudes = magnitudes or {}
+    floating = [
+        i for i, t in enumerate(operands) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    indices = floating if wrt is None else [names.index(one) for one in wrt]
+    with torch.no_grad():
+        shapes = as_tuple(eager(*operands))
+    if grad_outputs is None:
+        grad_outputs = [
+            torch.randn_like(out, memory_format=torch.contiguous_format) for out in shapes
+        ]
+    if computed_for is None:
+        in_double = shapes[0].dtype == torch.float64
+        computed_for = torch.float64 if in_double else torch.float32
+    device = shapes[0].device
+    poison(device, *(out.numel() * out.element_size() for out in shapes))
+
+    result, grads = gradients(fused, operands, indices, grad_outputs)
+    eager_result, eager_grads = gradients(eager, operands, indices, grad_outputs)
+
+    # Expanded, the gradient of a broadcast operand is still a list of terms, and their absolute
+    # values can be added up as well.
+    wide = [t.to(device, torch.float64) if i in floating else t for i, t in enumerate(operands)]
+    for one in expand:
+        index = names.index(one)
+        if index in floating:
+            wide[index] = wide[index].expand(shapes[0].shape)
+    wide_grads = [None if grad is None else grad.double() for grad in grad_outputs]
+    expected, terms = gradients(reference or eager, wide, indices, wide_grads)
+
+    for k, (actual, by_eager, in_float64) in enumerate(
+        zip(as_tuple(result), as_tuple(eager_result), as_tuple(expected), strict=True)
+    ):
+        output = f"output {k}"
+        magnitude = magnitudes.get(output, in_float64.abs())
+        label = f"{name} {output}"
+        assert_as_good_as_eager(label, actual, by_eager, in_float64, magnitude, computed_for)
+    for i in indices:
+        shape = operands[i].shape
+        assert_as_good_as_eager(
+            f"{name} gradient of {names[i]}",
+            grads[i],
+            eager_grads[i],
+            terms[i].sum_to_size(shape),
+            magnitudes.get(names[i], terms[i].abs().sum_to_size(shape)),
+            computed_for,
+        )
+    return result
 
 
 def check(
@@ -185,19 +299,7 @@ def check(
     wrt: Sequence[int] | None = None,
     grad_output: Tensor | None = None,
 ) -> Tensor:
-    """Compare output and gradients with float64, by the rule of `assert_as_good_as_eager`.
-
-    `wrt` says which operands require a gradient (by default all tensors), `grad_output` is drawn
-    at random unless it is given. Returns the output of the fused op.
-    """
-    if wrt is None:
-        wrt = [i for i, operand in enumerate(operands) if isinstance(operand, Tensor)]
-    with torch.no_grad():
-        eager_out = op.eager(*operands, activation=activation)
-    if grad_output is None:
-        grad_output = torch.randn_like(eager_out, memory_format=torch.contiguous_format)
-    device = eager_out.device
-    poison(device, eager_out.numel() * eager_out.element_size())
+    """`check_function` for a pointwise op; `wrt` gives operands by their position."""
 
     def fused(*leaves: Tensor | float) -> Tensor:
         return op(*leaves, activation=activation)
@@ -205,31 +307,15 @@ def check(
     def eager(*leaves: Tensor | float) -> Tensor:
         return op.eager(*leaves, activation=activation)
 
-    out, grads = gradients(fused, operands, wrt, grad_output)
-    eager_out, eager_grads = gradients(eager, operands, wrt, grad_output)
-
-    # Each operand at the size of the output, so that the gradient of a broadcast operand is here
-    # still a list of terms, and their absolute values can be added up as well.
-    wide = [
-        operand
-        if not isinstance(operand, Tensor)
-        else operand.to(device, torch.float64)
-        if op is ACT_MUL_PACKED
-        else operand.to(device, torch.float64).expand(eager_out.shape)
-        for operand in operands
-    ]
-    expected, terms = gradients(eager, wide, wrt, grad_output.double())
-    assert_as_good_as_eager(
-        f"{op.name} output", out, eager_out, expected, expected.abs(), out.dtype
+    with torch.no_grad():
+        output_dtype = eager(*operands).dtype
+    return check_function(
+        op.name,
+        fused,
+        eager,
+        dict(zip(op.operands, operands, strict=True)),
+        wrt=None if wrt is None else [op.operands[i] for i in wrt],
+        grad_outputs=None if grad_output is None else [grad_output],
+        expand=() if op is ACT_MUL_PACKED else op.operands,
+        computed_for=output_dtype,
     )
-    for i in wrt:
-        shape = operands[i].shape
-        assert_as_good_as_eager(
-            f"{op.name} gradient of {op.operands[i]}",
-            grads[i],
-            eager_grads[i],
-            terms[i].sum_to_size(shape),
-            terms[i].abs().sum_to_size(shape),
-            out.dtype,
-        )
-    return out

@@ -1,4 +1,4 @@
-"""What `fusedcuda.explain` says a call would launch; it needs the compiled family but no GPU."""
+"""What `fusedcuda.explain` says a pointwise call would launch; it needs no GPU, but a compiler."""
 
 import itertools
 
@@ -8,27 +8,16 @@ from layouts import pitched, shifted, transposed
 from reference import ACT_MUL_PACKED, BROADCASTING, OPS, Op, by_name
 
 import fusedcuda
-from fusedcuda import _jit, _toolchain
+from fusedcuda import _build
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """The family, prebuilt or compiled now; for an H100 or H200 where no GPU is visible."""
-    with pytest.MonkeyPatch.context() as environment:
-        if not torch.cuda.is_available():
-            environment.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
-        toolkit = _toolchain.find_cuda_home(_toolchain.describe_torch(torch), [])
-        if toolkit is None and not _jit.PREBUILT.exists():
-            pytest.skip("neither compiled kernels nor a CUDA compiler")
-        fusedcuda.load("pointwise")
-        yield
+def compiled(load_family):
+    load_family("pointwise")
 
 
 def explain(op: Op, *operands, backward: bool = False):
     return fusedcuda.explain(getattr(fusedcuda, op.name), *operands, backward=backward)
-
-
-SCALARS_A_THREAD = 4  # kPointwiseUnroll<1>
 
 
 # The output is the last tensor of a forward.
@@ -54,7 +43,7 @@ def test_vectors_of_sixteen_bytes(op, dtype, width):
 
 @pytest.mark.parametrize("op", BROADCASTING, ids=by_name)
 def test_every_kind_of_operand(op):
-    """One operand without a 16-byte access puts the call on the scalar path."""
+    """One operand without a 16-byte access does not cost the others theirs."""
     first, *others = op.random_operands(64, 256)
     for other, kind, path in (
         (torch.randn(256), "vector", "broadcast"),
@@ -64,26 +53,53 @@ def test_every_kind_of_operand(op):
         (torch.tensor(0.5), "number", "linear"),
         (torch.randn(64, 256), "vector", "linear"),
         (torch.randn(64, 1).expand(64, 256), "splat", "broadcast"),
-        (torch.randn(256, 3)[:, 1], "element", "broadcast"),
-        (transposed(torch.randn(64, 256)), "element", "broadcast"),
-        (pitched(torch.randn(64, 256)), "element", "broadcast"),  # rows off the boundary
-        (shifted(torch.randn(64, 256), 1), "element", "broadcast"),
+        (torch.randn(256, 3)[:, 1], "element", "flat"),
+        (transposed(torch.randn(64, 256)), "element", "flat"),
+        (pitched(torch.randn(64, 256)), "unaligned", "flat"),  # rows off the boundary
+        (shifted(torch.randn(64, 256), 1), "unaligned", "flat"),
         (torch.randn(64, 264)[:, 4:260], "vector", "broadcast"),  # rows on it
         (shifted(torch.randn(64, 256), 4), "vector", "linear"),
     ):
         plan = explain(op, first, *(other for _ in others)).plan
-        full = "element" if kind == "element" else "vector"
-        assert plan["access"] == [full, *(kind for _ in others), full]
-        assert plan["vec"] == (1 if kind == "element" else 4)
+        assert plan["access"] == ["vector", *(kind for _ in others), "vector"]
+        assert plan["vec"] == 4
         assert plan["path"] == path
+
+
+@pytest.mark.parametrize("op", BROADCASTING, ids=by_name)
+def test_rows_of_an_odd_size(op):
+    """What is contiguous goes in vectors; what repeats along the rows is read by elements."""
+    first, *others = op.random_operands(64, 257)
+    for other, kind in (
+        (torch.randn(257), "unaligned"),
+        (torch.randn(64, 1), "element"),
+        (shifted(torch.randn(64, 257), 1), "unaligned"),
+        (torch.randn(64, 258)[:, :257], "unaligned"),
+    ):
+        plan = explain(op, first, *(other for _ in others)).plan
+        assert plan["path"] == "flat"
+        assert plan["access"] == ["vector", *(kind for _ in others), "vector"]
+
+
+def test_results_that_are_not_contiguous_are_written_by_elements():
+    """The halves of a packed gradient whose rows are off the boundary; gradients beside sums."""
+    (packed,) = explain(ACT_MUL_PACKED, torch.randn(64, 2 * 33), backward=True).launches
+    x, bias = torch.randn(64, 257), torch.randn(257)
+    (summed,) = fusedcuda.explain(fusedcuda.bias_act, x, bias, backward=True).launches
+    for launch, path in ((packed, "broadcast"), (summed, "columns")):
+        assert launch["path"] == path
+        assert launch["vec"] == 1
+        assert set(launch["access"]) <= {"unaligned", "absent"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_grid_covers_every_element(dtype):
-    """Neither too few threads, nor more than a block of them to spare; a grid may also loop."""
-    for size in (*range(1, 70), 255, 1023, 4095, 4097, 65_537, 1_000_003):
-        plan = fusedcuda.explain(fusedcuda.add_relu, torch.zeros(size, dtype=dtype), 1.0).plan
-        per_block = plan["threads"] * (plan["vec"] if plan["vec"] > 1 else SCALARS_A_THREAD)
+    """Neither too few threads, nor more than a block of them to spare."""
+    sizes = (*range(1, 70), 255, 1023, 4095, 4097, 65_537, 1_000_003)
+    for size, offset in itertools.product(sizes, (0, 1)):
+        x = shifted(torch.zeros(size, dtype=dtype), offset)
+        plan = fusedcuda.explain(fusedcuda.add_relu, x, 1.0).plan
+        per_block = plan["threads"] * plan["vec"]
         assert plan["blocks"][0] * per_block >= size
         assert (plan["blocks"][0] - 1) * per_block < size
 
@@ -144,7 +160,7 @@ def test_the_packed_form_reads_its_halves_in_place():
     (launch,) = explain(ACT_MUL_PACKED, gate_up, backward=True).launches
     assert launch["access"] == ["vector"] * 5
     odd = explain(ACT_MUL_PACKED, torch.randn(64, 2 * 33)).plan
-    assert odd["access"] == ["element"] * 3
+    assert odd["access"] == ["unaligned", "unaligned", "vector"]
 
 
 def test_bytes_moved():
@@ -189,3 +205,22 @@ def test_what_the_call_refuses_explain_refuses():
     ):
         with pytest.raises(error, match=message):
             fusedcuda.explain(function, *arguments, **keywords)
+
+
+def test_every_function_of_every_family_is_explained():
+    public = [getattr(fusedcuda, name) for name in fusedcuda.__all__]
+    operators = [f for f in public if getattr(f, "__module__", "").startswith("fusedcuda.ops.")]
+    assert {f.__module__.split(".")[-1] for f in operators} == set(_build.FAMILIES)
+    for function in operators:
+        with pytest.raises(TypeError, match=f"^explain: {function.__name__}: missing"):
+            fusedcuda.explain(function)
+
+
+def test_a_rest_behind_the_vectors_is_counted():
+    x = torch.randn(1027)
+    repeated = torch.randn(1).expand(1027)
+    explanation = fusedcuda.explain(fusedcuda.add_mul_act, x, repeated, x, "relu")
+    assert (explanation.plan["rest"], explanation.kernels) == (3, 2)
+    assert "the last 3 element(s): one by one, by a second kernel" in str(explanation)
+    assert fusedcuda.explain(fusedcuda.add_relu, x, x).kernels == 1
+    assert fusedcuda.explain(fusedcuda.add_relu, x[:0], x[:0]).kernels == 0

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from reference import (
     ACT_MUL,
     ACT_MUL_PACKED,
@@ -20,7 +19,6 @@ from reference import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fusedcuda
@@ -323,15 +321,6 @@ def test_forward_mode_is_refused(op, device):
 
 
 # ---------------------------------------------------------------------------- DTensor
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    """A mesh of one process; enough to be handed a DTensor."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("mesh") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("op", OPS, ids=by_name)

@@ -1,21 +1,29 @@
 """What the documents say is so: the snippets run, and numbers, names and links are right."""
 
+import ast
 import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ropes
 import torch
-from reference import OPS, Op, by_name
+import torch.nn.functional as F
+from losses import eager_cross_entropy
+from reference import OPS, Op, as_tuple, by_name
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedcuda
 from fusedcuda import _build, _toolchain, doctor
 from fusedcuda.__main__ import main
-from fusedcuda.ops.pointwise import operator_of
+from fusedcuda.ops.pointwise import OPERATORS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -91,7 +99,7 @@ def test_doctor_output_has_the_lines_of_a_real_one() -> None:
     assert shown == list(dict.fromkeys(real))
 
 
-# ---- The table of ops ----------------------------------------------------------------------------
+# ---- The tables of ops ---------------------------------------------------------------------------
 
 ROWS = re.findall(
     r"^\| `(\w+)\((.*?)\)` \| `(.*?)` \| (\d+) → (\d+) \| (\d+) → (\d+) \|$", README, re.MULTILINE
@@ -103,7 +111,7 @@ ELEMENTS = 4096 * WIDTH
 def test_table_lists_exactly_the_ops() -> None:
     listed = {name: signature for name, signature, *_ in ROWS}
     public = {name: getattr(fusedcuda, name) for name in fusedcuda.__all__}
-    assert set(listed) == {name for name, value in public.items() if operator_of(value)}
+    assert set(listed) == {name for name, value in public.items() if value in OPERATORS}
     for name, signature in listed.items():
         assert signature.split(", ") == list(inspect.signature(getattr(fusedcuda, name)).parameters)
 
@@ -113,19 +121,44 @@ def test_activations_are_named() -> None:
     assert re.findall(r"`(\w+)`", names) == list(fusedcuda.ops._activations.ACTIVATIONS)
 
 
+# What these operators do on a GPU beyond reading each input and writing each output once.
+KERNELS = {  # all others: one
+    "native_layer_norm_backward": 2,  # for the input, and for weight and bias
+    "nll_loss_backward": 2,  # zeros, and the targets' elements
+}
+
+
+def tensor_bytes(*trees: Any) -> int:
+    leaves = torch.utils._pytree.tree_leaves(trees)
+    return sum(x.nbytes for x in leaves if isinstance(x, Tensor))
+
+
+def bytes_of(operator: str, inputs: Any, outputs: Any) -> int:
+    match operator:
+        case "native_layer_norm_backward":  # either kernel reads both tensors
+            return 2 * tensor_bytes(inputs) + tensor_bytes(outputs)
+        case "nll_loss_forward":  # reads one element a row
+            return 0
+        case "nll_loss_backward":
+            return tensor_bytes(outputs)
+        case "cross_entropy_backward_":  # does nothing where the incoming gradient is 1, as here
+            return 0
+        case _:
+            return tensor_bytes(inputs, outputs)
+
+
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that operators read and write; views move nothing."""
+    """Counts kernels and the bytes that they read and write; views move nothing."""
 
     bytes = 0
+    kernels = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         output = operator(*args, **(kwargs or {}))
-        if not operator.is_view and operator.overloadpacket not in (
-            torch.ops.aten.detach,
-            torch.ops.aten.split,
-        ):
-            flat = torch.utils._pytree.tree_leaves((args, kwargs, output))
-            self.bytes += sum(x.nbytes for x in flat if isinstance(x, Tensor))
+        name = operator.overloadpacket.__name__
+        if not operator.is_view and name not in ("detach", "split"):
+            self.bytes += bytes_of(name, (args, kwargs), output)
+            self.kernels += KERNELS.get(name, 1)
         return output
 
 
@@ -171,9 +204,132 @@ def test_bytes_that_fusedcuda_moves(op: Op) -> None:
     assert_in_table(op, slice(1, None, 2), *(plan.bytes_moved for plan in plans))
 
 
-def test_measured_numbers_have_their_place() -> None:
-    assert README.count("<!-- bench:pointwise -->") == 1
-    assert README.count("<!-- /bench:pointwise -->") == 1
+# ---- The table of ops along the last dimension
+
+ROWS_ALONG = re.findall(
+    r"^\| `((\w+)\(.*?\))` \| .*? \| (\d+) → (\d+) \| (\d+) → (\d+) \| (\d+) → (\d+) \|$",
+    README,
+    re.MULTILINE,
+)
+
+
+def normalise(x: Tensor, *vectors: Tensor, residual: Tensor | None = None) -> Any:
+    """Either norm: torch has one operator for it on a GPU (on the CPU it takes RMSNorm apart)."""
+    h = x if residual is None else x + residual
+    y = F.layer_norm(h, h.shape[-1:], *vectors)
+    return y if residual is None else (y, h)
+
+
+EAGER: dict[str, Callable[..., Any]] = {
+    "rms_norm": normalise,
+    "layer_norm": normalise,
+    "softmax": lambda x, *, scale: torch.softmax(scale * x, -1),
+    "log_softmax": lambda x, *, scale: torch.log_softmax(scale * x, -1),
+    "cross_entropy": eager_cross_entropy,
+    "rope": ropes.eager,
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of a forward and of a backward in which every tensor gets its gradient."""
+
+    bytes: tuple[int, int]
+    kernels: tuple[int, int]
+
+
+def call_of(text: str, device: str) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """The arguments of a call in the table, and the number of elements that its bytes are of."""
+    names = {
+        "x": (4096, WIDTH),
+        "r": (4096, WIDTH),
+        "weight": (WIDTH,),
+        "bias": (WIDTH,),
+        "logits": (512, 8 * WIDTH),
+        "q": (1, 24, 64, WIDTH),
+        "k": (1, 8, 64, WIDTH),
+        "cos": (64, WIDTH),
+        "sin": (64, WIDTH),
+    }
+
+    def value(node: ast.expr) -> Any:
+        assert isinstance(node, ast.Name)
+        if node.id == "s":
+            return 0.5
+        if node.id == "target":
+            return torch.randint(8 * WIDTH, (512,), device=device)
+        differentiable = node.id not in ("cos", "sin")
+        return torch.randn(
+            names[node.id], dtype=torch.bfloat16, device=device, requires_grad=differentiable
+        )
+
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    args = tuple(value(node) for node in call.args)
+    kwargs = {keyword.arg: value(keyword.value) for keyword in call.keywords}
+    elements = args[0].numel() + (args[1].numel() if text.startswith("rope") else 0)
+    return args, kwargs, elements
+
+
+def differentiable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [x for x in (*args, *kwargs.values()) if getattr(x, "requires_grad", False)]
+
+
+def count(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted:
+    with Traffic() as forward:
+        outputs = as_tuple(function(*args, **kwargs))
+    grads = [torch.ones_like(output) for output in outputs]
+    with Traffic() as backward:
+        torch.autograd.grad(outputs, differentiable(args, kwargs), grads)
+    return Counted((forward.bytes, backward.bytes), (forward.kernels, backward.kernels))
+
+
+def kernels_launched(function: Callable[[], Any]) -> int:
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profile.events())
+
+
+def test_second_table_lists_the_other_ops() -> None:
+    public = {name for name in fusedcuda.__all__ if inspect.isfunction(getattr(fusedcuda, name))}
+    tools = {"doctor", "explain", "jit", "kernel_source", "load"}
+    in_first_table = {name for name, *_ in ROWS}
+    in_place = {"rope_"}
+    assert {row[1] for row in ROWS_ALONG} == public - tools - in_first_table - in_place
+
+
+@pytest.mark.parametrize("row", ROWS_ALONG, ids=lambda row: row[0])
+def test_bytes_and_launches_of_the_other_ops(row: tuple[str, ...]) -> None:
+    text, name, *cells = row
+    forward, fused_forward, backward, fused_backward, kernels, _ = (int(cell) for cell in cells)
+    args, kwargs, elements = call_of(text, "cpu")
+    eager = count(EAGER[name], args, kwargs)
+    fused = count(getattr(fusedcuda, name), args, kwargs)
+    assert [round(n / elements) for n in eager.bytes] == [forward, backward]
+    assert [round(n / elements) for n in fused.bytes] == [fused_forward, fused_backward]
+    assert sum(eager.kernels) == kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ROWS_ALONG, ids=lambda row: row[0])
+def test_launches_of_the_other_ops_on_a_gpu(row: tuple[str, ...]) -> None:
+    text, name, *cells = row
+    args, kwargs, _ = call_of(text, "cuda")
+    function = getattr(fusedcuda, name)
+    outputs = as_tuple(function(*args, **kwargs))
+    grads = [torch.ones_like(output) for output in outputs]
+    leaves = differentiable(args, kwargs)
+    forward = kernels_launched(lambda: function(*args, **kwargs))
+    backward = kernels_launched(lambda: torch.autograd.grad(outputs, leaves, grads))
+    assert forward + backward == int(cells[-1])
+
+
+@pytest.mark.parametrize("family", _build.FAMILIES)
+def test_measured_numbers_have_their_place(family: str) -> None:
+    assert README.count(f"<!-- bench:{family} -->") == 1
+    assert README.count(f"<!-- /bench:{family} -->") == 1
 
 
 # ---- Names and links -----------------------------------------------------------------------------
@@ -216,7 +372,7 @@ def test_environment_variables_exist(document: str) -> None:
 
 @every_document
 def test_links_lead_somewhere(document: str) -> None:
-    text = text_of(document)
+    text = re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)]+)\)", text)
     local = [link for link in links if not re.match(r"https?://", link)]
     assert [link for link in local if not (ROOT / link.split("#")[0]).exists()] == []

@@ -4,6 +4,8 @@ Under memcheck a launch takes a hundred times as long, so this is one small case
 instead of the whole suite. Sizes are chosen to end inside vectors, warps, tiles and blocks.
 """
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,29 +23,58 @@ OPERANDS = {
 }
 
 
-def gradients(function, *operands: Tensor) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in operands]
-    output = function(*leaves)
-    weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device)
-    return [output, *torch.autograd.grad((output * weights.view_as(output)).sum(), leaves)]
+# Rows by the way they take through csrc/kernels/common/row.h.
+ROWS = {
+    "several rows a block": (37, 24),
+    "a row in one vector a thread": (3, 1000),
+    "a row in several vectors a thread": (137, 1032),  # more rows than the GPU has SMs
+    "a row in the blocks of a cluster": (3, 32768),
+    "not whole vectors": (137, 1001),
+    "not whole vectors, cluster": (3, 32765),
+    "one column": (5, 1),
+    "nothing": (0, 24),
+}
+every_row = pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def check(function, *operands: Tensor) -> None:
+def new(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def gradients(
+    function: Callable[..., Tensor | Sequence[Tensor]], *operands: Tensor
+) -> list[Tensor]:
+    """The outputs, and the gradients of all floating operands."""
+    given = [x.detach().requires_grad_(x.is_floating_point()) for x in operands]
+    outputs = function(*given)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    weights = [
+        torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
+        for y in outputs
+    ]
+    leaves = [x for x in given if x.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
+
+
+def check(function: Callable[..., Tensor | Sequence[Tensor]], *operands: Tensor) -> None:
     """The card against the CPU reference, on the same inputs."""
     expected = gradients(function, *(x.cpu() for x in operands))
     for actual, reference in zip(gradients(function, *operands), expected, strict=True):
         tolerance = {"rtol": 2e-2, "atol": 5e-2} if actual.dtype == torch.bfloat16 else {}
         if actual.dtype == torch.float32:
             tolerance = {"rtol": 1e-4, "atol": 1e-4}
-        torch.testing.assert_close(actual.cpu(), reference, **tolerance)
+        torch.testing.assert_close(actual.cpu(), reference, equal_nan=True, **tolerance)
+
+
+# ---- Pointwise -----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("kind", OPERANDS)
 def test_operands(kind, dtype):
-    x = torch.randn(37, 264, device="cuda", dtype=dtype)
-    other = torch.randn(OPERANDS[kind], device="cuda", dtype=dtype)
+    x, other = new(37, 264, dtype=dtype), new(*OPERANDS[kind], dtype=dtype)
     check(fusedcuda.add_relu, x, other)
     check(lambda a, b: fusedcuda.bias_act(a, b, "gelu"), x, other)
     check(lambda a, b: fusedcuda.act_mul(a, b, "gelu_tanh"), x, other)
@@ -52,17 +83,132 @@ def test_operands(kind, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_layouts(dtype):
-    def new(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=dtype)
+    def made(*shape: int) -> Tensor:
+        return new(*shape, dtype=dtype)
 
-    check(fusedcuda.add_relu, new(1001), new(1001))  # a rest behind the last vector
-    check(fusedcuda.add_relu, new(1002)[1:], new(1001))  # off the 16-byte boundary
-    check(fusedcuda.bias_act, new(19, 33), new(33))  # odd rows
-    check(fusedcuda.bias_act, new(5, 7, 16), new(7, 1))  # a sum over outer and inner dimensions
-    check(fusedcuda.bias_act, new(40, 24).t(), new(40))  # transposed
-    check(fusedcuda.bias_act, new(3, 4000), new(3, 1))  # rows longer than a block
-    check(fusedcuda.act_mul_packed, new(9, 2 * 48))
-    check(fusedcuda.act_mul_packed, new(9, 2 * 13))
-    check(fusedcuda.add_relu, new(1), new(1))
+    check(fusedcuda.add_relu, made(1001), made(1001))  # a rest behind the last vector
+    check(fusedcuda.add_relu, made(1002)[1:], made(1001))  # off the 16-byte boundary
+    check(fusedcuda.bias_act, made(19, 33), made(33))  # odd rows
+    check(fusedcuda.bias_act, made(5, 7, 16), made(7, 1))  # a sum over outer and inner dimensions
+    check(fusedcuda.bias_act, made(40, 24).t(), made(40))  # transposed
+    check(fusedcuda.bias_act, made(3, 4000), made(3, 1))  # rows longer than a block
+    check(fusedcuda.act_mul_packed, made(9, 2 * 48))
+    check(fusedcuda.act_mul_packed, made(9, 2 * 13))
+    check(fusedcuda.add_relu, made(1), made(1))
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def check_norms(x: Tensor) -> None:
+    residual = torch.randn_like(x)
+    weight, bias = (new(x.shape[-1], dtype=x.dtype) for _ in range(2))
+    check(fusedcuda.rms_norm, x, weight)
+    check(lambda x, r, w: fusedcuda.rms_norm(x, w, residual=r), x, residual, weight)
+    check(fusedcuda.layer_norm, x, weight, bias)
+    check(lambda x, r, w, b: fusedcuda.layer_norm(x, w, b, residual=r), x, residual, weight, bias)
+
+
+def check_softmax(x: Tensor) -> None:
+    check(lambda x: fusedcuda.softmax(x, scale=0.5), x)
+    check(fusedcuda.log_softmax, x)
+
+
+def check_cross_entropy(logits: Tensor) -> None:
+    rows, classes = logits.shape
+    target = torch.arange(rows, device=logits.device) % classes
+    target[1::4] = -100
+    class_weights = torch.linspace(0.5, 1.5, classes, device=logits.device)
+
+    def loss(x: Tensor, target: Tensor, **options) -> Tensor:
+        return fusedcuda.cross_entropy(x, target, **options)
+
+    check(lambda x, t: 2 * loss(x, t), logits, target)  # times 0.5: the incoming gradient is 1
+    check(lambda x, t: loss(x, t, reduction="sum"), logits, target)  # 0.5: made again
+    check(lambda x, t: loss(x, t, reduction="none"), logits, target)
+    check(lambda x, t: loss(1 * x, t, inplace_backward=True), logits, target)
+    check(lambda x, t: loss(x, t, z_loss=0.1, softcap=5.0), logits, target)
+    check(
+        lambda x, t: loss(x, t, weight=class_weights.to(x.device), label_smoothing=0.1),
+        logits,
+        target,
+    )
+
+
+CHECKS = pytest.mark.parametrize(
+    "check_rows",
+    [check_norms, check_softmax, check_cross_entropy],
+    ids=lambda function: function.__name__.removeprefix("check_"),
+)
+
+
+@pytest.mark.gpu
+@CHECKS
+@every_row
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows(check_rows, shape, dtype):
+    check_rows(new(*shape, dtype=dtype))
+
+
+@pytest.mark.gpu
+@CHECKS
+def test_rows_of_float64(check_rows):
+    check_rows(new(37, 1001, dtype=torch.float64))
+
+
+@pytest.mark.gpu
+@CHECKS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_are_too_long_for_a_cluster(check_rows, dtype):
+    check_rows(new(2, 2**20 // dtype.itemsize + 13, dtype=dtype))
+
+
+@pytest.mark.gpu
+@CHECKS
+@every_dtype
+def test_layouts_of_rows(check_rows, dtype):
+    check_rows(new(7, 1008, dtype=dtype)[:, 1:1001])  # off the 16-byte boundary, rows apart
+    check_rows(new(1008, dtype=dtype).expand(3, 1008))  # one row, repeated
+    check_rows(new(24, 40, dtype=dtype).t())  # copied first
+
+
+@pytest.mark.gpu
+def test_norm_weights_of_other_dtypes():
+    x, float32 = new(137, 1032, dtype=torch.bfloat16), new(1032, dtype=torch.float32)
+    check(fusedcuda.rms_norm, x, float32)
+    check(fusedcuda.layer_norm, x, float32, new(1032, dtype=torch.bfloat16))
+    check(fusedcuda.rms_norm, x, new(1032, dtype=torch.float16))
+
+
+# ---- RoPE ----------------------------------------------------------------------------------------
+
+
+def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    for interleaved in (False, True):
+
+        def rope(q: Tensor, k: Tensor, interleaved: bool = interleaved) -> tuple[Tensor, Tensor]:
+            cos_there, sin_there = cos.to(q.device), sin.to(q.device)
+            return fusedcuda.rope(q, k, cos_there, sin_there, interleaved=interleaved)
+
+        check(rope, q, k)
+        # Copies that keep the strides, so that the kernel sees the layout that it is tried on.
+        turned = [torch.empty_like(x).copy_(x) for x in (q, k)]
+        fusedcuda.rope_(*turned, cos, sin, interleaved=interleaved)
+        torch.testing.assert_close(turned, list(rope(q, k)))
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("dim", [64, 6], ids=["vectors", "single elements"])
+def test_rope(dim, dtype):
+    length = 19
+    cos, sin = new(2, length, dim, dtype=dtype).unbind()
+    q, k = new(2, 5, length, dim, dtype=dtype), new(2, 2, length, dim, dtype=dtype)
+    check_rope(q, k, cos, sin)
+    check_rope(q, k, cos[:, : dim // 2], sin[:, : dim // 2])
+    check_rope(q, k, cos.float().expand(2, length, dim), sin.float().expand(2, length, dim))
+    by_position = [new(2, length, heads, dim, dtype=dtype).transpose(1, 2) for heads in (5, 2)]
+    check_rope(*by_position, cos, sin)
+    check_rope(new(2, 5, length, dim + 1, dtype=dtype)[..., 1:], k, cos, sin)  # off the boundary

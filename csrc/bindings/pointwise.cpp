@@ -229,8 +229,7 @@ std::string pointwise_plan(std::string op, std::vector<Tensor> operands, int64_t
     made.push_back(output);
   }
 
-  DeviceTraits device;
-  device.num_sms = static_cast<int>(num_sms);
+  const DeviceTraits device = planned_device<pointwise_device_traits>(num_sms);
   std::string result;
   unsigned wanted = static_cast<unsigned>(mask);
   do {

@@ -37,7 +37,7 @@ inline std::string describe(const char* name, const PointwiseParams& params,
       "{\"op\": ", quoted(name), ", \"path\": ", quoted(name_of(plan.path)),
       ", \"vec\": ", plan.vec, ", \"threads\": ", plan.threads, ", \"blocks\": [", plan.blocks_x,
       ", ", plan.blocks_y * plan.blocks_z, "], \"rows\": ", plan.rows,
-      ", \"columns\": ", plan.columns + plan.rest, ", \"sizes\": [",
+      ", \"columns\": ", plan.columns + plan.rest, ", \"rest\": ", plan.rest, ", \"sizes\": [",
       join(plan.space.num_dims, [&](int64_t d) { return plan.space.sizes[d]; }), "], \"access\": [",
       join(plan.space.num_tensors, [&](int64_t t) { return quoted(name_of(plan.access[t])); }),
       "]");
@@ -185,13 +185,13 @@ class PointwiseCall {
   void forward() const {
     DeviceScope scope(device_index_);
     PointwisePlan plan;
-    plan_forward(device_traits(device_index_, pointwise_dependent_launch), &plan);
+    plan_forward(device_traits<pointwise_device_traits>(device_index_), &plan);
     throw_on_error(launch_pointwise(params_, plan, current_stream(device_index_)), name_);
   }
 
   void backward(unsigned wanted) const {
     DeviceScope scope(device_index_);
-    const DeviceTraits device = device_traits(device_index_, pointwise_dependent_launch);
+    const DeviceTraits& device = device_traits<pointwise_device_traits>(device_index_);
     const cudaStream_t stream = current_stream(device_index_);
     while (wanted != 0) {
       PointwisePlan plan;

@@ -13,9 +13,9 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -214,27 +214,33 @@ inline bool environment_flag(const char* name) {
   return value != nullptr && *value != '\0' && *value != '0';
 }
 
-// What the choosers want to know about a device, asked for once. `dependent_launch` tells whether
-// the kernels that the device runs were compiled to wait for the one before them: the hardware's
-// word is not enough where it runs older PTX.
-inline DeviceTraits device_traits(int32_t device_index, cudaError_t (*dependent_launch)(bool*)) {
+// What the choosers want to know about a device, asked for once. `kQuery` asks the current one.
+template <cudaError_t (*kQuery)(DeviceTraits*)>
+const DeviceTraits& device_traits(int32_t device_index) {
   constexpr int kMaxDevices = 64;
-  static std::atomic<int>
-      cache[kMaxDevices];  // 0: not asked yet; else 2 * multiprocessors + dependent launch
-  const bool cached = device_index >= 0 && device_index < kMaxDevices;
-  int known = cached ? cache[device_index].load(std::memory_order_relaxed) : 0;
-  if (known == 0) {
-    DeviceTraits traits;
-    throw_on_error(
-        cudaDeviceGetAttribute(&traits.num_sms, cudaDevAttrMultiProcessorCount, device_index),
-        "fusedcuda");
-    throw_on_error(dependent_launch(&traits.dependent_launch), "fusedcuda");
-    known = 2 * traits.num_sms + traits.dependent_launch;
-    if (cached) cache[device_index].store(known, std::memory_order_relaxed);
-  }
+  static std::once_flag asked[kMaxDevices];
+  static DeviceTraits traits[kMaxDevices];
+  if (device_index < 0 || device_index >= kMaxDevices)
+    fail("fusedcuda: device index ", device_index, " is not supported");
+  std::call_once(asked[device_index], [&] {
+    const DeviceScope scope(device_index);
+    throw_on_error(kQuery(&traits[device_index]), "fusedcuda");
+  });
+  return traits[device_index];
+}
+
+// What a plan is made for: the current device, or with `num_sms` an H200 of so many
+// multiprocessors.
+template <cudaError_t (*kQuery)(DeviceTraits*)>
+DeviceTraits planned_device(int64_t num_sms) {
   DeviceTraits traits;
-  traits.num_sms = known / 2;
-  traits.dependent_launch = known % 2 != 0;
+  if (num_sms > 0) {
+    traits.num_sms = static_cast<int>(num_sms);
+  } else {
+    int32_t current;
+    check_shim(aoti_torch_get_current_device_index(&current), "the current device");
+    traits = device_traits<kQuery>(current);
+  }
   return traits;
 }
 

@@ -29,7 +29,8 @@ def call(operator: Operator, operands: tuple[Any, ...], *activation: int) -> Ten
     so that the checks cost nothing when there is nothing to complain about.
     """
     if torch.compiler.is_compiling():
-        return _traced(operator, operands, *activation)
+        # The checks are made once, while tracing.
+        return dispatch_traced(operator, _resolve(operator, operands), *activation)
     try:
         dtype = operands[0].dtype
         needs_gradient = False
@@ -37,39 +38,39 @@ def call(operator: Operator, operands: tuple[Any, ...], *activation: int) -> Ten
             if operand.dtype is not dtype:
                 raise TypeError("mixed dtypes")
             needs_gradient = needs_gradient or operand.requires_grad
-        return _dispatch(operator, operands, needs_gradient, *activation)
+        return dispatch(operator, operands, needs_gradient, *activation)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         resolved = _resolve(operator, operands)
         if all(new is old for new, old in zip(resolved, operands, strict=True)):
             raise
-    return _dispatch(operator, resolved, any(t.requires_grad for t in resolved), *activation)
+    return dispatch(operator, resolved, any(t.requires_grad for t in resolved), *activation)
 
 
-def _dispatch(
-    operator: Operator, operands: Sequence[Tensor], needs_gradient: bool, *activation: int
-) -> Tensor:
+def dispatch(
+    operator: Operator, tensors: Sequence[Tensor | None], needs_gradient: bool, *options: Any
+) -> Any:
+    """The raw operator, or its differentiable form where there is a gradient to record."""
     # Under functorch a tensor may need a gradient of an outer level without saying so, and in
     # forward mode Function.apply is what refuses dual tensors.
     if torch.is_grad_enabled() and (needs_gradient or functorch_active()):
-        return apply_function(operator.function, *operands, *activation)
+        return apply_function(operator.function, *tensors, *options)
     if forward_ad._current_level >= 0:
-        return operator.function.apply(*operands, *activation)
+        return operator.function.apply(*tensors, *options)
     # What raw(...) calls, half a microsecond cheaper.
-    return operator.raw._op(*operands, *activation)
+    return operator.raw._op(*tensors, *options)
 
 
-def _traced(operator: Operator, operands: tuple[Any, ...], *activation: int) -> Tensor:
-    """:func:`call` for Dynamo, where the checks are made once, while tracing."""
-    resolved = _resolve(operator, operands)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in resolved):
-        return operator.function.apply(*resolved, *activation)
+def dispatch_traced(operator: Operator, tensors: Sequence[Tensor | None], *options: Any) -> Any:
+    """:func:`dispatch` for Dynamo."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return operator.function.apply(*tensors, *options)
     if forward_ad._current_level >= 0 or (functorch_active() and torch.is_grad_enabled()):
         # Dynamo would inline the raw operator here and lose the gradient or the tangent.
         raise NotImplementedError(
             f"{operator.name}: torch.func transforms inside torch.compile work under "
             "torch.no_grad() only; compile without the transform, or transform without compiling"
         )
-    return operator.raw(*resolved, *activation)
+    return operator.raw(*tensors, *options)
 
 
 def _resolve(operator: Operator, operands: tuple[Any, ...]) -> list[Tensor]:

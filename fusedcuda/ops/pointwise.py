@@ -22,6 +22,7 @@ Common to all functions here:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -358,7 +359,8 @@ _ACT_MUL_PACKED = Operator(
     "act_mul_packed", _act_mul_packed, _ActMulPacked, ("gate_up",), reference.check_packed
 )
 
-_OPERATORS = {
+# The operator behind each public function.
+OPERATORS: dict[Callable[..., Tensor], Operator] = {
     add_relu: _ADD_RELU,
     add_mul_act: _ADD_MUL_ACT,
     act_scale_bias: _ACT_SCALE_BIAS,
@@ -373,11 +375,3 @@ SUMS = ("add_relu", "bias_act", "add_mul_act")
 # Host only: what a call would launch, as JSON. Implemented in csrc/bindings/pointwise.cpp, read by
 # explain().
 define_host("pointwise_plan(str op, Tensor[] operands, int num_sms, int mask) -> str")
-
-
-def operator_of(function: Any) -> Operator | None:
-    """The operator behind a public function of this family."""
-    try:
-        return _OPERATORS.get(function)
-    except TypeError:  # not hashable
-        return None

@@ -21,7 +21,7 @@ class Kernel:
     name: str
     registers: int = 0
     stack_bytes: int = 0
-    loads_128: int = 0
+    loads_128: int = 0  # LDG, and LDGSTS, which copies to shared memory
     stores_128: int = 0
     local_accesses: int = 0  # LDL and STL: spills, or arrays that did not fit registers
 
@@ -42,7 +42,7 @@ def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
         for part in block.split("Function : ")[1:]:
             mangled, code = part.split("\n", 1)
             kernel = found[mangled.strip()]
-            kernel.loads_128 += len(re.findall(r"\bLDG\.E(?:\.\w+)*\.128\b", code))
+            kernel.loads_128 += len(re.findall(r"\bLDG(?:STS)?\.E(?:\.\w+)*\.128\b", code))
             kernel.stores_128 += len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code))
             kernel.local_accesses += len(re.findall(r"\b(?:LDL|STL)\b", code))
     names = subprocess.run(
@@ -76,7 +76,7 @@ def find_cuobjdump() -> str:
 
 def table(rows: list[Kernel]) -> str:
     """One line for each kernel."""
-    head = f"{'regs':>4} {'stack':>5} {'LDG.128':>7} {'STG.128':>7} {'LDL/STL':>7}  kernel"
+    head = f"{'regs':>4} {'stack':>5} {'LD.128':>7} {'ST.128':>7} {'LDL/STL':>7}  kernel"
     lines = [
         f"{k.registers:4} {k.stack_bytes:5} {k.loads_128:7} {k.stores_128:7} "
         f"{k.local_accesses:7}  {k.name}"

@@ -15,6 +15,17 @@ VECTOR_KERNELS = {
     "pointwise_broadcast_kernel",
     "pointwise_bwd_kernel",
     "pointwise_bwd_sum_kernel",
+    "norm_kernel",
+    "norm_pipeline_kernel",
+    "norm_bwd_kernel",
+    "softmax_kernel",
+    "softmax_stream_kernel",
+    "softmax_bwd_kernel",
+    "softmax_bwd_stream_kernel",
+    "cross_entropy_kernel",
+    "cross_entropy_stream_kernel",
+    "cross_entropy_bwd_kernel",
+    "rope_kernel",
 }
 
 
@@ -52,21 +63,31 @@ def test_the_checks_see_narrow_accesses_and_local_memory(real_compilers) -> None
     """A kernel that does everything wrong: the tests above must not pass by seeing nothing."""
     source = real_compilers.root / "bad.cu"
     source.write_text("""
+        #include <cuda_pipeline.h>
         __global__ void bad_kernel(float* x, int n) {
           float local[512];
           for (int i = 0; i < 512; ++i) local[i] = x[i * n];
           x[threadIdx.x] = local[n];
         }
         __global__ void good_kernel(float4* x) { x[threadIdx.x + 1] = x[threadIdx.x]; }
+        __global__ void good_copy_kernel(float4* x) {
+          __shared__ float4 shared[32];
+          __pipeline_memcpy_async(&shared[threadIdx.x], &x[threadIdx.x], 16);
+          __pipeline_commit();
+          __pipeline_wait_prior(0);
+          x[threadIdx.x + 1] = shared[threadIdx.x];
+        }
     """)
     library = real_compilers.root / "libbad.so"
     nvcc = _toolchain.find_toolchain(_toolchain.describe_torch(torch)).nvcc
     flags = ["-shared", "-Xcompiler=-fPIC", "-gencode=arch=compute_90a,code=sm_90a"]
     subprocess.run([nvcc, *flags, "-cudart=none", source, "-o", library], check=True)
-    bad, good = sass.kernels(library)
+    bad, *good = sass.kernels(library)
     assert (bad.function, bad.loads_128, bad.stores_128) == ("bad_kernel", 0, 0)
     assert bad.local_accesses > 0
     assert bad.stack_bytes >= 2048
-    assert (good.function, good.loads_128, good.stores_128) == ("good_kernel", 1, 1)
-    assert good.local_accesses == good.stack_bytes == 0
-    assert good.registers > 0
+    assert [kernel.function for kernel in good] == ["good_copy_kernel", "good_kernel"]
+    for kernel in good:
+        assert (kernel.loads_128, kernel.stores_128) == (1, 1)
+        assert kernel.local_accesses == kernel.stack_bytes == 0
+        assert kernel.registers > 0

@@ -1,0 +1,219 @@
+// RMSNorm and LayerNorm over the last dimension:
+//
+//   h = x + residual (rounded, and returned)       or h = x
+//   y = (h - mean) * rstd * (weight + offset) + bias, rstd = 1 / sqrt(var + eps)
+//
+// RMSNorm: mean = 0, var = mean of h^2, no bias (Zhang & Sennrich, arXiv:1910.07467). LayerNorm:
+// var = mean of (h - mean)^2, two-pass (Ba, Kiros & Hinton, arXiv:1607.06450).
+//
+// Bound by memory. The forward reads x once and writes y once: 4 bytes an element for 16-bit types,
+// 8 with a residual. A row at work is in registers, as the raw 16-byte vectors, above 16,384 columns
+// of 16 bits in the registers of a cluster of blocks; so nothing is read twice up to 262,144 columns.
+// The statistics cost one barrier (LayerNorm: two).
+//
+// - norm_kernel: a row in a block, or less of one;
+// - norm_pipeline_kernel: a row in a cluster of blocks;
+// - norm_stream_kernel: a block walks along its row two or three times. For rows beyond clusters,
+//   GPUs without them, and float64.
+//
+// Kernels: norm_fwd.cuh and, of the backward, norm_bwd.cuh.
+
+#include <type_traits>
+#include <utility>
+
+#include "common/launch.h"
+#include "norm_bwd.cuh"
+#include "norm_config.h"
+#include "norm_fwd.cuh"
+
+namespace fusedcuda {
+
+// ------------------------------------------------------------------------------------------------
+// Launchers
+// ------------------------------------------------------------------------------------------------
+
+namespace norm {
+
+LaunchOptions options_of(const RowConfig& config, size_t shared_bytes) {
+  LaunchOptions options;
+  options.dependent = config.dependent_launch;
+  options.cluster = config.cluster;
+  options.shared_bytes = shared_bytes;
+  return options;
+}
+
+template <typename Kernel, typename... Args>
+cudaError_t start(Kernel kernel, const RowConfig& config, size_t shared_bytes, cudaStream_t stream,
+                  const Args&... args) {
+  const dim3 grid(static_cast<unsigned>(config.blocks));
+  const dim3 block(config.threads_per_row, config.rows_per_block);
+  return launch(kernel, grid, block, options_of(config, shared_bytes), stream, args...);
+}
+
+template <typename T>
+cudaError_t forward(const NormParams& p, const NormConfig& config, cudaStream_t stream) {
+  const RowConfig& row = config.row;
+  if (row.path == RowPath::kStream) {
+    return start(norm_stream_kernel<T>, row, config.shared_bytes, stream, p);
+  }
+  if constexpr (!std::is_same_v<T, double>) {
+    auto start = [&](auto kernel) {
+      return norm::start(kernel, row, config.shared_bytes, stream, p);
+    };
+    // The unaligned kernel looks for a residual itself: fewer kernels to compile.
+    const bool residual = p.residual.data != nullptr;
+    auto choose = [&](auto items, auto centered) {
+      constexpr int kItems = decltype(items)::value;
+      constexpr bool kCentered = decltype(centered)::value;
+      if (!row.aligned) return start(norm_kernel<T, kItems, false, true, kCentered>);
+      return residual ? start(norm_kernel<T, kItems, true, true, kCentered>)
+                      : start(norm_kernel<T, kItems, true, false, kCentered>);
+    };
+    auto choose_items = [&](auto centered) {
+      constexpr bool kCentered = decltype(centered)::value;
+      if (row.path == RowPath::kPipeline) {
+        return norm::start(row.aligned ? norm_pipeline_kernel<T, kNormItems, true, kCentered>
+                                       : norm_pipeline_kernel<T, kNormItems, false, kCentered>,
+                           row, config.shared_bytes, stream, p, config.stages);
+      }
+      return row.items == 1 ? choose(std::integral_constant<int, 1>(), centered)
+                            : choose(std::integral_constant<int, kNormItems>(), centered);
+    };
+    return p.kind == NormKind::kRms ? choose_items(std::false_type())
+                                    : choose_items(std::true_type());
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Enough for the final sum over the partial ones: see sum_partials_kernel.
+template <typename Out, typename C>
+cudaError_t sum_partials(const SumPartialsParams& p, unsigned count, bool dependent,
+                         cudaStream_t stream) {
+  const dim3 block(kWarpSize, kSumPartialsThreads / kWarpSize);
+  const dim3 grid(static_cast<unsigned>(ceil_div(p.values[0], kWarpSize)), count);
+  return launch(sum_partials_kernel<Out, C>, grid, block, dependent, stream, p);
+}
+
+template <typename T>
+cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* workspace,
+                     cudaStream_t stream) {
+  using C = Compute<T>;
+  const RowConfig& row = config.row;
+  NormPartials partials;
+  C* next = static_cast<C*>(workspace);
+  for (auto [parameter, place] : {std::pair{&p.dweight, &partials.dweight},
+                                  std::pair{&p.dbias, &partials.dbias}}) {
+    if (parameter->data == nullptr) continue;
+    *place = next;
+    next += config.partials * p.columns;
+  }
+  auto start_rows = [&](auto kernel, size_t shared, const auto&... args) {
+    return norm::start(kernel, row, shared, stream, args...);
+  };
+  cudaError_t status = cudaSuccess;
+  if (row.path == RowPath::kStream) {
+    if (p.dx.data != nullptr) {
+      status = start_rows(norm_bwd_stream_kernel<T>, config.shared_bytes, p);
+    }
+    if (status == cudaSuccess && config.workspace_size > 0) {
+      const dim3 grid(static_cast<unsigned>(config.weight_blocks_x),
+                      static_cast<unsigned>(config.weight_blocks_y));
+      const dim3 block(kWarpSize, kRowThreads / kWarpSize);
+      status = launch(norm_bwd_weight_kernel<T>, grid, block, row.dependent_launch, stream, p,
+                      partials);
+    }
+  } else if constexpr (!std::is_same_v<T, double>) {
+    auto start = [&](auto kernel) {
+      return start_rows(kernel, config.shared_bytes, p, partials, config.stages);
+    };
+    auto choose = [&](auto items, auto aligned, auto centered) {
+      constexpr int kItems = decltype(items)::value;
+      constexpr bool kAligned = decltype(aligned)::value, kCentered = decltype(centered)::value;
+      if constexpr (kItems > 1) {
+        if (row.cluster > 1) return start(norm_bwd_kernel<T, kItems, kAligned, kCentered, true>);
+      }
+      return start(norm_bwd_kernel<T, kItems, kAligned, kCentered, false>);
+    };
+    auto choose_items = [&](auto aligned, auto centered) {
+      constexpr int kMost = decltype(centered)::value ? kLayerNormBwdItems : kNormItems;
+      return row.items == 1
+                 ? choose(std::integral_constant<int, 1>(), aligned, centered)
+                 : choose(std::integral_constant<int, kMost>(), aligned, centered);
+    };
+    auto choose_aligned = [&](auto centered) {
+      return row.aligned ? choose_items(std::true_type(), centered)
+                         : choose_items(std::false_type(), centered);
+    };
+    status = p.kind == NormKind::kRms ? choose_aligned(std::false_type())
+                                      : choose_aligned(std::true_type());
+  }
+  if (status != cudaSuccess || config.workspace_size == 0) return status;
+
+  // dweight and dbias may differ in dtype: one launch for each dtype.
+  SumPartialsParams of_rows_type = {}, of_float32 = {};
+  unsigned num_rows_type = 0, num_float32 = 0;
+  for (auto [parameter, place] : {std::pair{&p.dweight, partials.dweight},
+                                  std::pair{&p.dbias, partials.dbias}}) {
+    if (parameter->data == nullptr) continue;
+    SumPartialsParams& sums = parameter->is_float32 ? of_float32 : of_rows_type;
+    unsigned& count = parameter->is_float32 ? num_float32 : num_rows_type;
+    sums.partials[count] = place;
+    sums.outputs[count] = parameter->data;
+    sums.values[count] = p.columns;
+    sums.partials_per_value[count] = config.partials;
+    ++count;
+  }
+  if (num_rows_type > 0) {
+    status = sum_partials<T, C>(of_rows_type, num_rows_type, row.dependent_launch, stream);
+  }
+  if (num_float32 > 0 && status == cudaSuccess) {
+    status = sum_partials<float, C>(of_float32, num_float32, row.dependent_launch, stream);
+  }
+  return status;
+}
+
+}  // namespace norm
+
+cudaError_t norm_device_traits(DeviceTraits* traits) {
+  const auto kernel = norm_bwd_kernel<__nv_bfloat16, kNormItems, true, false, true>;
+  cudaError_t status = describe_device(kernel, traits);
+  if (!traits->clusters) return status;
+  // A cluster sits on one GPC, and GPCs differ in size: ask how many fit.
+  // (kRowThreads threads of 128 registers fill an SM.)
+  for (int i = 1; i < 5 && status == cudaSuccess; ++i) {
+    status = resident_clusters(kernel, kRowThreads, 1 << i, &traits->resident_clusters[i]);
+  }
+  return status;
+}
+
+cudaError_t launch_norm(const NormParams& params, const NormConfig& config, cudaStream_t stream) {
+  if (config.row.path == RowPath::kEmpty) return cudaSuccess;
+  switch (params.dtype) {
+    case DType::kFloat64:
+      return norm::forward<double>(params, config, stream);
+    case DType::kFloat32:
+      return norm::forward<float>(params, config, stream);
+    case DType::kFloat16:
+      return norm::forward<__half>(params, config, stream);
+    default:
+      return norm::forward<__nv_bfloat16>(params, config, stream);
+  }
+}
+
+// No rows: the binding fills the parameters' gradients with zeros.
+cudaError_t launch_norm_bwd(const NormBwdParams& params, const NormConfig& config,
+                            void* workspace, cudaStream_t stream) {
+  if (config.row.path == RowPath::kEmpty) return cudaSuccess;
+  switch (params.dtype) {
+    case DType::kFloat64:
+      return norm::backward<double>(params, config, workspace, stream);
+    case DType::kFloat32:
+      return norm::backward<float>(params, config, workspace, stream);
+    case DType::kFloat16:
+      return norm::backward<__half>(params, config, workspace, stream);
+    default:
+      return norm::backward<__nv_bfloat16>(params, config, workspace, stream);
+  }
+}
+
+}  // namespace fusedcuda

@@ -1,0 +1,72 @@
+"""What ``explain`` returns, and how it asks a compiled family for its plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import _jit
+
+_H200_SMS = 132
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The launches of one call. ``str()`` is for people, ``launches`` and ``plan`` for programs.
+
+    ``plan`` is the first launch. In every family it has ``path``, ``vec`` (elements of the widest
+    access: 1 where everything goes element by element), ``blocks``, ``kernels`` (how many it takes)
+    and, but for pointwise, ``copies``: the arguments that are copied first.
+
+    - pointwise: ``path`` is "linear", "flat", "broadcast", "columns", "rows" or "empty". ``access``
+      of each of the ``tensors`` (operands, then output; for a backward: operands, incoming
+      gradient, gradients), ``threads``, ``rows``, ``columns``, ``rest`` (columns behind the last
+      vector, for a small second launch), and for a backward ``gradients`` ("full", "columns",
+      "rows", "total", "none") and ``workspace`` in elements.
+    - norm, softmax, cross_entropy: ``path`` is "register", "pipeline", "stream" or "empty".
+      ``rows``, ``columns``, ``aligned``, ``items`` (vectors of a row in a thread),
+      ``threads_per_row`` (in each block), ``rows_per_block``, ``cluster`` (blocks that share a
+      row). norm: ``stages`` and ``shared_bytes`` of shared memory, and for a backward ``partials``
+      a column and ``workspace`` in elements. cross_entropy: ``workspace``, forward
+      ``totals_cluster`` and ``totals_first`` of the sum over the rows, backward ``tiles`` of a row.
+    - rope: ``path`` is "vector", "scalar" or "empty". ``threads``, ``columns``, ``heads``,
+      ``heads_per_block``, ``tile``, ``inside`` ("heads" or "positions").
+    """
+
+    function: str
+    launches: tuple[dict[str, Any], ...]
+    bytes_moved: int
+    _lines: tuple[str, ...] = field(repr=False)  # what str() says of the launches
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return self.launches[0]
+
+    @property
+    def kernels(self) -> int:
+        """Kernels launched, those for sums, and for copies that have to be made, included."""
+        return sum(launch["kernels"] for launch in self.launches)
+
+    def __str__(self) -> str:
+        head = f"{self.function}: {self.kernels} kernel(s), {self.bytes_moved / 1e6:.3f} MB moved"
+        return "\n".join([head, *self._lines])
+
+
+# A family's public functions, with what explains a call of them: given the arguments by name, and
+# whether the backward is meant.
+Explainers = dict[Callable[..., Any], Callable[[dict[str, Any], bool], Explanation]]
+
+
+def ask(family: str, *arguments: Any) -> Any:
+    """What the plan operator of ``family`` answers; compiles the family if that is needed."""
+    _jit.load(family)
+    return json.loads(getattr(torch.ops.fusedcuda, f"{family}_plan")(*arguments))
+
+
+def multiprocessors() -> int:
+    """As plan operators take them: 0, the current device; where there is none, those of an H200."""
+    return 0 if torch.cuda.is_available() else _H200_SMS
