@@ -77,11 +77,11 @@ PYTHON
     python=$1; shift
     printf "%s\n" "$@" | xargs -P 8 -I {} "$python" -c "import fusedcuda; fusedcuda.load(\"{}\")" && echo passed
   ' compile "$python" "${families[@]}"
-  workers=$("$python" -c "import xdist" 2>/dev/null && echo "-n 8")
+  workers=$("$python" -c "import xdist" 2>/dev/null && echo "-n 10")
   # shellcheck disable=SC2086  (no workers, no argument)
-  step 240 "GPU tests" "$python" -m pytest tests -m "gpu or gpus" $workers -q -p no:cacheprovider --tb=short
+  step 420 "GPU tests" "$python" -m pytest tests -m "gpu or gpus" $workers -q -p no:cacheprovider --tb=short
   for tool in memcheck racecheck initcheck; do
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 step 90 "$tool" \
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 step 240 "$tool" \
       compute-sanitizer --tool "$tool" --error-exitcode 1 \
       "$python" -m pytest tests/test_sanitize.py -m gpu -q -p no:cacheprovider --tb=short
   done

@@ -380,10 +380,10 @@ def test_links_lead_somewhere(document: str) -> None:
 
 @every_document
 def test_files_that_are_named_exist(document: str) -> None:
-    """Paths in backquotes; `<family>` in one stands for any family."""
+    """Paths in backquotes; `<family>` in one stands for any family, `<gpu>` for any GPU."""
     paths = re.findall(r"`((?:csrc|fusedcuda|tests|bench|examples)/[^`\s]+)`", text_of(document))
     for path in paths:
-        pattern = re.sub(r"<\w+>", _build.FAMILIES[0], path)
+        pattern = path.replace("<family>", _build.FAMILIES[0]).replace("<gpu>", "*")
         assert list(ROOT.glob(pattern.rstrip("/"))), path
 
 

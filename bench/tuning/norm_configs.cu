@@ -189,8 +189,8 @@ int main() {
   DeviceTraits device;
   CHECK(norm_device_traits(&device));
   std::printf("%d SMs, resident clusters of 2, 4, 8, 16: %d %d %d %d\n", device.num_sms,
-              device.resident_clusters[1], device.resident_clusters[2],
-              device.resident_clusters[3], device.resident_clusters[4]);
+              device.resident_clusters[0][1], device.resident_clusters[0][2],
+              device.resident_clusters[0][3], device.resident_clusters[0][4]);
   constexpr int64_t kElements = int64_t{1} << 28;
   T* x = random_values(2 * kElements + (1 << 24));
   T* y = random_values(2 * kElements + (1 << 24));

@@ -226,7 +226,7 @@ cudaError_t forward(const CrossEntropyParams& p, const CrossEntropyConfig& confi
       status = start(cross_entropy_stream_kernel<T>);
     } else if constexpr (!std::is_same_v<T, double>) {
       if (is_plain(p)) {
-        status = with_slice<8>(config.row, [&](auto items, auto aligned) {
+        status = with_slice<sizeof(T) == 2 ? 8 : 4>(config.row, [&](auto items, auto aligned) {
           return start(cross_entropy_kernel<T, items(), aligned(), true>);
         });
       } else {  // where a thread holds one vector, the places of three remain empty

@@ -25,9 +25,10 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyParams& 
   const bool aligned = rows_are_aligned(matrices, 2, params.columns, size_of(params.dtype)) &&
                        is_aligned(params.weight);
   CrossEntropyConfig config;
-  // Eight vectors of an unaligned row and their bounds would take more than the 64 registers of a
-  // thread; the kernel for what is not plain has one size only.
-  const int most_items = aligned && is_plain(params) ? 8 : 4;
+  // Eight vectors leave few of a thread's 64 registers: not enough for the bounds of an unaligned
+  // row, nor for float32 and its accurate functions. The kernel for what is not plain has one size.
+  const bool is_small = size_of(params.dtype) == 2;
+  const int most_items = aligned && is_small && is_plain(params) ? 8 : 4;
   config.row =
       choose_row_config(params.rows, params.columns, params.dtype, aligned, most_items, device);
   config.row.dependent_launch = device.dependent_launch;

@@ -178,10 +178,12 @@ cudaError_t norm_device_traits(DeviceTraits* traits) {
   const auto kernel = norm_bwd_kernel<__nv_bfloat16, kNormItems, true, false, true>;
   cudaError_t status = describe_device(kernel, traits);
   if (!traits->clusters) return status;
-  // A cluster sits on one GPC, and GPCs differ in size: ask how many fit.
-  // (kRowThreads threads of 128 registers fill an SM.)
-  for (int i = 1; i < 5 && status == cudaSuccess; ++i) {
-    status = resident_clusters(kernel, kRowThreads, 1 << i, &traits->resident_clusters[i]);
+  // kRowThreads threads of this kernel's 128 registers fill an SM.
+  for (int blocks = 1; blocks <= 2; ++blocks) {
+    for (int i = 1; i < 5 && status == cudaSuccess; ++i) {
+      status = resident_clusters(kernel, kRowThreads / blocks, 1 << i,
+                                 &traits->resident_clusters[blocks - 1][i]);
+    }
   }
   return status;
 }

@@ -14,45 +14,50 @@ constexpr int kLayerNormBwdItems = 2;
 
 // What the system takes of every block's shared memory.
 constexpr int kSharedBytesTaken = 1 << 10;
-// Threads on an SM, by registers: 64 a thread forward, 128 backward.
-constexpr int kNormThreadsOfSm = 1024;
-constexpr int kNormBwdThreadsOfSm = 512;
 
 namespace norm {
 
-// Shared memory and grid of the pipeline path. `parameters`, `tensors`: how many are kept, and
-// streamed, in shared memory. A second stage helps where a block cannot fetch the next row as soon
-// as it has read one; otherwise one is 1 to 2 % faster (H200).
-inline void choose_pipeline(int64_t rows, DType dtype, int parameters, int tensors,
-                            size_t scratch, int threads_of_sm, int most_stages,
-                            const DeviceTraits& device, NormConfig* config) {
+// What the pipeline path keeps in shared memory, and how it fills an SM.
+struct Pipeline {
+  int parameters;       // kept: weight, bias
+  int tensors;          // streamed
+  size_t scratch;       // of the reduction
+  int threads_of_sm;    // working at the same time
+  int most_stages = 1;  // rows on their way, beside the one in registers
+};
+
+inline void choose_pipeline(int64_t rows, const Pipeline& pipeline, const DeviceTraits& device,
+                            NormConfig* config) {
   RowConfig& row = config->row;
   row.path = RowPath::kPipeline;
   const int threads = row.threads_per_row * row.rows_per_block;
-  const size_t compute_size = dtype == DType::kFloat64 ? 8 : 4;
-  const size_t fixed = scratch + parameters * compute_size * row.items * row.vec *
-                                     size_t(row.threads_per_row);
-  const size_t slots = size_t(row.items) * row.threads_per_row + (row.aligned ? 0 : 1);
-  const size_t stage = kVectorBytes * slots * row.rows_per_block * tensors;
+  const size_t vectors = size_t(row.items) * row.threads_per_row;
+  const size_t fixed =
+      pipeline.scratch + pipeline.parameters * sizeof(float) * vectors * row.vec;
+  const size_t slots = vectors + (row.aligned ? 0 : 1);
+  const size_t stage = kVectorBytes * slots * row.rows_per_block * pipeline.tensors;
   const size_t most = device.shared_bytes_of_block;
   const size_t of_sm = device.shared_bytes_of_sm;
   if (fixed + stage > most) {
-    config->row.path = RowPath::kStream;  // a GPU with less shared memory than Hopper
+    row.path = RowPath::kStream;  // a GPU with less shared memory than Hopper
     return;
   }
-  int blocks = std::max(1, threads_of_sm / threads);
+  int blocks = std::max(1, pipeline.threads_of_sm / threads);
   while (blocks > 1 && blocks * (fixed + stage + kSharedBytesTaken) > of_sm) --blocks;
   const size_t available = std::min(of_sm / blocks - kSharedBytesTaken, most);
   config->stages = static_cast<int>(
-      std::clamp<size_t>((available - fixed) / stage, 1, static_cast<size_t>(most_stages)));
+      std::clamp<size_t>((available - fixed) / stage, 1, size_t(pipeline.most_stages)));
   config->shared_bytes = fixed + config->stages * stage;
 
-  const int64_t sets = ceil_div(rows, row.rows_per_block);
-  int cluster_log2 = 0;
-  while (1 << cluster_log2 < row.cluster) ++cluster_log2;
-  const int64_t resident =
-      cluster_log2 == 0 ? device.num_sms : device.resident_clusters[cluster_log2];
-  config->partials = std::clamp<int64_t>(resident * blocks, 1, sets);
+  // Every cluster that is launched runs at once, and takes its share of the rows.
+  int64_t groups = int64_t{device.num_sms} * blocks;
+  if (row.cluster > 1) {
+    int log2 = 0;
+    while (1 << log2 < row.cluster) ++log2;
+    groups = blocks == 1 ? device.resident_clusters[0][log2]
+                         : int64_t{device.resident_clusters[1][log2]} * blocks / 2;
+  }
+  config->partials = std::clamp<int64_t>(groups, 1, ceil_div(rows, row.rows_per_block));
   row.blocks = config->partials * row.cluster;
 }
 
@@ -68,32 +73,39 @@ inline void choose_stream(int64_t rows, size_t value_size, NormConfig* config) {
 
 }  // namespace norm
 
+// Times are microseconds of 2^28 bf16 elements on an H200 (bench/tuning/norm_configs.cu).
 inline NormConfig choose_norm_config(const NormParams& params, const DeviceTraits& device) {
   const RowMatrix matrices[] = {params.x, params.residual, params.sum, params.y};
   const bool aligned = rows_are_aligned(matrices, 4, params.columns, size_of(params.dtype)) &&
                        is_aligned(params.weight.data) && is_aligned(params.bias.data);
+  const bool is_rms = params.kind == NormKind::kRms;
   const int value_size = params.dtype == DType::kFloat64 ? 8 : 4;
   NormConfig config;
+  // A row in one block up to 512 threads: 263 instead of 279 by a cluster of two (16,384 columns).
+  // LayerNorm, which synchronises twice, gains by the cluster: 298 instead of 307.
   RowConfig& row = config.row;
   row = choose_row_config(params.rows, params.columns, params.dtype, aligned, kNormItems, device,
-                          kWideRowThreads, kRowThreads);
-  // Of two rows in a block of 256 threads one loads while the other reduces: 256.4 us instead of
-  // 260.5 (65536x4096), and for one warp a row 256.5 with 16 rows instead of 260.0 with 4
-  // (262144x1024). LayerNorm, which synchronises twice, and whatever does not fill the 256 threads
-  // lose 3 to 20 %.
-  if (row.path == RowPath::kRegister && row.threads_per_row == kWarpSize && row.rows_per_block > 1 &&
-      row.items > 1) {
-    row.rows_per_block = kRowThreads / kWarpSize;
-  } else if (row.path == RowPath::kRegister && params.kind == NormKind::kRms &&
-             row.threads_per_row == kRowBlockThreads && row.items > 1) {
-    row.rows_per_block = 2;
-  }
-  row.blocks = ceil_div(params.rows, row.rows_per_block) * row.cluster;
-  config.shared_bytes = row.scratch_bytes(value_size);
+                          kWideRowThreads, is_rms ? kRowThreads : kRowThreads / 2);
   if (row.path == RowPath::kRegister && row.cluster > 1) {
-    norm::choose_pipeline(params.rows, params.dtype, params.kind == NormKind::kLayer ? 2 : 1,
-                          params.residual.data != nullptr ? 2 : 1, row.scratch_bytes(value_size),
-                          kNormThreadsOfSm, aligned ? 1 : 2, device, &config);
+    norm::Pipeline pipeline;
+    pipeline.parameters = is_rms ? 1 : 2;
+    pipeline.tensors = params.residual.data != nullptr ? 2 : 1;
+    pipeline.scratch = row.scratch_bytes(value_size);
+    // Clusters of two are on all SMs with one block each (275, with two 285), larger ones are not.
+    pipeline.threads_of_sm = row.cluster == 2 ? kRowThreads : 2 * kRowThreads;
+    pipeline.most_stages = aligned ? 1 : 2;
+    norm::choose_pipeline(params.rows, pipeline, device, &config);
+  } else if (row.path == RowPath::kRegister) {
+    // Of two rows in a block of 256 threads one loads while the other reduces: 256.4 instead of
+    // 260.5 (4,096 columns), and with a warp a row 255.1 with 16 rows, 260.0 with 4 (1,024). The
+    // rows of LayerNorm, or of three warps, wait for each other: 3 to 20 % slower.
+    if (row.items > 1 && row.threads_per_row == kWarpSize) {
+      row.rows_per_block = kRowThreads / kWarpSize;
+    } else if (row.items > 1 && is_rms && row.threads_per_row == kRowBlockThreads) {
+      row.rows_per_block = 2;
+    }
+    row.blocks = ceil_div(params.rows, row.rows_per_block);
+    config.shared_bytes = row.scratch_bytes(value_size);
   }
   if (row.path == RowPath::kStream) norm::choose_stream(params.rows, value_size, &config);
   return config;
@@ -102,25 +114,43 @@ inline NormConfig choose_norm_config(const NormParams& params, const DeviceTrait
 inline NormConfig choose_norm_bwd_config(const NormBwdParams& params, const DeviceTraits& device) {
   const RowMatrix matrices[] = {params.h, params.dy, params.dh, params.dx};
   const bool aligned = rows_are_aligned(matrices, 4, params.columns, size_of(params.dtype));
-  const size_t value_size = params.dtype == DType::kFloat64 ? 8 : 4;
-  const size_t num_values = params.kind == NormKind::kLayer ? 2 : 1;
+  const bool is_rms = params.kind == NormKind::kRms;
+  const int value_size = params.dtype == DType::kFloat64 ? 8 : 4;
   const int num_sums = (params.dweight.data != nullptr) + (params.dbias.data != nullptr);
   NormConfig config;
-  config.row = choose_row_config(
-      params.rows, params.columns, params.dtype, aligned,
-      params.kind == NormKind::kRms ? kNormItems : kLayerNormBwdItems, device);
-  if (config.row.path == RowPath::kRegister) {
-    // Blocks of 256 threads, two on an SM; with a warp a row 128, three on an SM: 394 us instead of
-    // 417 with four (262144x1024), 400 instead of 411 (65536x4096, 128 threads a row).
-    RowConfig& row = config.row;
+  RowConfig& row = config.row;
+  // LayerNorm's rows are in blocks of 512 threads or two of these: 479 instead of 523 by a cluster
+  // of four (16,384 columns).
+  const int items = is_rms ? kNormItems : kLayerNormBwdItems;
+  const int64_t bytes = params.columns * int64_t{size_of(params.dtype)};
+  const bool is_wide = !is_rms && bytes <= int64_t{2} * kRowThreads * items * kVectorBytes;
+  row = choose_row_config(params.rows, params.columns, params.dtype, aligned, items, device,
+                          kRowThreads, is_wide ? kRowThreads : kRowThreads / 2);
+  if (row.path == RowPath::kRegister) {
+    norm::Pipeline pipeline;
+    pipeline.parameters = 1;
+    pipeline.tensors = params.dh.data != nullptr ? 3 : 2;
+    pipeline.scratch = row.scratch_bytes((is_rms ? 1 : 2) * value_size);
+    // 128 registers a thread: 512 threads on an SM at most. Of RMSNorm 256 are faster, with two
+    // stages: 382 instead of 419 (4,096 columns), 389 instead of 432 (8,192), 395 instead of 434
+    // (16,384). Larger clusters wait longer for each other and need more, and so do rows of one
+    // warp (391 with 384 threads and one stage, 405 with 256 and three).
+    pipeline.threads_of_sm = kRowThreads;
+    pipeline.most_stages = 2;
     const bool is_warp = row.threads_per_row <= kWarpSize;
-    if (!is_warp && row.cluster == 1)
-      row.rows_per_block = std::max(1, kRowThreads / 2 / row.threads_per_row);
-    const bool late = !aligned || params.dh.data != nullptr;
-    norm::choose_pipeline(params.rows, params.dtype, 1, params.dh.data != nullptr ? 3 : 2,
-                          row.scratch_bytes(static_cast<int>(num_values * value_size)),
-                          is_warp ? kNormBwdThreadsOfSm * 3 / 4 : kNormBwdThreadsOfSm,
-                          late ? 2 : 1, device, &config);
+    if (is_rms && aligned && is_warp) {
+      pipeline.threads_of_sm = kRowThreads * 3 / 4;
+      pipeline.most_stages = params.dh.data != nullptr ? 2 : 1;
+    } else if (is_rms && aligned && row.cluster <= 2) {
+      pipeline.threads_of_sm = kRowThreads / 2;
+    } else if (is_rms && aligned && params.dh.data == nullptr) {
+      pipeline.most_stages = 1;
+    }
+    if (!is_warp && aligned && row.cluster == 1) {
+      row.rows_per_block = std::max(1, pipeline.threads_of_sm / row.threads_per_row);
+      if (!is_rms && kRowThreads % row.threads_per_row != 0) row.rows_per_block = 1;
+    }
+    norm::choose_pipeline(params.rows, pipeline, device, &config);
   }
   if (config.row.path == RowPath::kStream) {
     norm::choose_stream(params.rows, 2 * value_size, &config);

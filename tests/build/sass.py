@@ -1,6 +1,6 @@
 """What the compiler made of each kernel: registers, vector accesses, local memory.
 
-python tests/build/sass.py [LIBRARY_OR_CUBIN]    (default: the installed extension)
+python tests/build/sass.py [LIBRARY]    (default: the installed extension)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kernel:
 
 
 def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
-    """Every kernel in a library or cubin that is compiled for `arch`, by demangled name."""
+    """Every kernel in a library that is compiled for `arch`, by demangled name."""
     found: dict[str, Kernel] = {}
     for block in _blocks(binary, "-res-usage", arch):
         for mangled, usage in re.findall(r"Function (\S+):\n\s*(.*)", block):

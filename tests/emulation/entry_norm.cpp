@@ -1,4 +1,5 @@
 // One norm call as csrc/bindings/norm.cpp makes it, with the launches emulated.
+#include <algorithm>
 #include "kernels/norm.h"
 #include "kernels/norm_config.h"
 #include "rows.h"
@@ -33,7 +34,7 @@ DeviceTraits traits_of(const Call& call) {
     emulation::check_launch(norm_device_traits(&device));
     return device;
   }
-  for (int& count : device.resident_clusters) count = call.resident_clusters;
+  for (auto& counts : device.resident_clusters) std::fill_n(counts, 5, call.resident_clusters);
   device.shared_bytes_of_sm = call.shared_bytes_of_sm;
   device.shared_bytes_of_block = call.shared_bytes_of_block;
   return device;
