@@ -1,6 +1,7 @@
 // Times norm.cu's kernels in many configurations, to choose those of norm_config.h.
 //
-//   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels -o build/norm_tuning \
+//   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels -o build/norm_tuning
+//   \
 //     bench/tuning/norm_configs.cu && build/norm_tuning
 //
 // Prints microseconds and TB/s (4 bytes an element forward, 6 backward) of bf16 rows; the marked
@@ -17,13 +18,13 @@
 using namespace fusedcuda;
 using T = __nv_bfloat16;
 
-#define CHECK(call)                                                                    \
-  do {                                                                                 \
-    const cudaError_t status = (call);                                                 \
-    if (status != cudaSuccess) {                                                       \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status));             \
-      std::exit(1);                                                                    \
-    }                                                                                  \
+#define CHECK(call)                                                        \
+  do {                                                                     \
+    const cudaError_t status = (call);                                     \
+    if (status != cudaSuccess) {                                           \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status)); \
+      std::exit(1);                                                        \
+    }                                                                      \
   } while (0)
 
 __global__ void fill(T* data, int64_t n, unsigned seed) {
@@ -84,9 +85,10 @@ std::string text(const NormConfig& c) {
 
 // Times `run` in the chosen configuration and in others.
 template <typename Params, typename Run>
-void sweep(const char* name, const Params& p, const NormConfig& chosen, int items, int parameters,
-           int tensors, size_t value_size, int threads_of_sm, double gigabytes,
-           const DeviceTraits& device, Run run) {
+void sweep(const char* name, const Params& p, const NormConfig& chosen, int items,
+           const norm::Pipeline& pipeline, double gigabytes, const DeviceTraits& device, Run run) {
+  const bool is_backward = std::string(name).find("backward") == 0;
+  const int threads_of_sm = pipeline.threads_of_sm;
   std::vector<std::string> seen;
   auto time = [&](const NormConfig& config, const char* mark) {
     for (const std::string& other : seen) {
@@ -100,37 +102,36 @@ void sweep(const char* name, const Params& p, const NormConfig& chosen, int item
   };
   time(chosen, " *");
   if (chosen.row.path == RowPath::kStream || chosen.row.items == 1) return;
-  for (int block_threads : {128, 256, 512, 1024}) {
-    NormConfig config = chosen;
-    config.row = spread(chosen.row, p.columns, items, 1024, 1);
-    RowConfig& row = config.row;
-    if (std::string(name).find("backward") == 0 || row.cluster > 1) continue;
-    row.path = RowPath::kRegister;
-    row.rows_per_block = std::max(1, block_threads / row.threads_per_row);
-    row.blocks = ceil_div(p.rows, row.rows_per_block);
-    config.shared_bytes = row.scratch_bytes(static_cast<int>(value_size));
-    config.stages = 0;
-    time(config, " register");
+  if (!is_backward) {
+    // The register path: rows a block.
+    for (int block_threads : {128, 256, 512}) {
+      NormConfig config = chosen;
+      config.row = spread(chosen.row, p.columns, items, kRowThreads, 1);
+      RowConfig& row = config.row;
+      if (row.cluster > 1) continue;
+      row.path = RowPath::kRegister;
+      row.rows_per_block = std::max(1, block_threads / row.threads_per_row);
+      row.blocks = ceil_div(p.rows, row.rows_per_block);
+      config.shared_bytes = row.scratch_bytes(pipeline.value_size);
+      config.stages = 0;
+      time(config, " register");
+    }
   }
   for (int threads : {128, 256, 512}) {
     for (int block_threads : {128, 256, 512}) {
       for (int share : {threads_of_sm, threads_of_sm * 3 / 4, threads_of_sm / 2}) {
-        for (int stages : {1, 2, 3, 4}) {
+        for (int stages : {1, 2, 3}) {
           NormConfig config = chosen;
           config.row = spread(chosen.row, p.columns, items, threads, 1);
           RowConfig& row = config.row;
-          if (row.cluster > 16) continue;
+          if (row.cluster > 16 || (row.cluster == 1 && !is_backward)) continue;
           row.rows_per_block =
               row.cluster > 1 ? 1 : std::max(1, block_threads / row.threads_per_row);
-          norm::choose_pipeline(p.rows, p.dtype, parameters, tensors,
-                                row.scratch_bytes(static_cast<int>(value_size)), share, device,
-                                &config);
-          if (row.path == RowPath::kStream || config.stages < stages) continue;
-          const size_t slots = size_t(row.items) * row.threads_per_row + (row.aligned ? 0 : 1);
-          config.shared_bytes -=
-              (config.stages - stages) * kVectorBytes * slots * row.rows_per_block * tensors;
-          config.stages = stages;
-          time(config, "");
+          norm::Pipeline variant = pipeline;
+          variant.threads_of_sm = share;
+          variant.most_stages = stages;
+          norm::choose_pipeline(p.rows, variant, device, &config);
+          if (row.path != RowPath::kStream && config.stages == stages) time(config, "");
         }
       }
     }
@@ -153,8 +154,9 @@ void forward(NormKind kind, int64_t rows, int columns, bool residual, T* x, T* y
   p.weight.data = weight;
   if (kind == NormKind::kLayer) p.bias.data = weight;
   p.eps = 1e-6;
+  const int parameters = kind == NormKind::kLayer ? 2 : 1, tensors = residual ? 2 : 1;
   sweep(residual ? "forward residual" : "forward", p, choose_norm_config(p, device), kNormItems,
-        kind == NormKind::kLayer ? 2 : 1, residual ? 2 : 1, sizeof(float), kNormThreadsOfSm,
+        {parameters, tensors, sizeof(float), 2 * kRowThreads},
         (residual ? 8e-9 : 4e-9) * rows * columns, device,
         [&](const NormConfig& config) { CHECK(launch_norm(p, config, nullptr)); });
 }
@@ -178,11 +180,10 @@ void backward(NormKind kind, int64_t rows, int columns, bool residual, T* x, T* 
     p.dbias.data = weight + 2 * columns;
   }
   sweep(residual ? "backward residual" : "backward", p, choose_norm_bwd_config(p, device),
-        kind == NormKind::kLayer ? kLayerNormBwdItems : kNormItems, 1, residual ? 3 : 2,
-        2 * sizeof(float), kNormBwdThreadsOfSm, (residual ? 8e-9 : 6e-9) * rows * columns, device,
-        [&](const NormConfig& config) {
-          CHECK(launch_norm_bwd(p, config, workspace, nullptr));
-        });
+        kind == NormKind::kLayer ? kLayerNormBwdItems : kNormItems,
+        {1, residual ? 3 : 2, 2 * sizeof(float), kRowThreads},
+        (residual ? 8e-9 : 6e-9) * rows * columns, device,
+        [&](const NormConfig& config) { CHECK(launch_norm_bwd(p, config, workspace, nullptr)); });
 }
 
 int main() {
@@ -205,14 +206,14 @@ int main() {
     int columns;
     bool residual;
   } cases[] = {
-      {NormKind::kRms, 262144, 1024, false},   {NormKind::kRms, 65536, 4096, false},
-      {NormKind::kRms, 32768, 8192, false},    {NormKind::kRms, 16384, 16384, false},
-      {NormKind::kRms, 8192, 32768, false},    {NormKind::kRms, 4096, 65536, false},
-      {NormKind::kRms, 1024, 262144, false},   {NormKind::kRms, 65536, 4096, true},
-      {NormKind::kRms, 16384, 16384, true},    {NormKind::kRms, 65536, 4097, false},
-      {NormKind::kRms, 4096, 50257, false},    {NormKind::kRms, 128, 4096, false},
-      {NormKind::kRms, 1, 4096, false},        {NormKind::kLayer, 81920, 3072, false},
-      {NormKind::kLayer, 65536, 4096, false},  {NormKind::kLayer, 16384, 16384, false},
+      {NormKind::kRms, 262144, 1024, false},  {NormKind::kRms, 65536, 4096, false},
+      {NormKind::kRms, 32768, 8192, false},   {NormKind::kRms, 16384, 16384, false},
+      {NormKind::kRms, 8192, 32768, false},   {NormKind::kRms, 4096, 65536, false},
+      {NormKind::kRms, 1024, 262144, false},  {NormKind::kRms, 65536, 4096, true},
+      {NormKind::kRms, 16384, 16384, true},   {NormKind::kRms, 65536, 4097, false},
+      {NormKind::kRms, 4096, 50257, false},   {NormKind::kRms, 128, 4096, false},
+      {NormKind::kRms, 1, 4096, false},       {NormKind::kLayer, 81920, 3072, false},
+      {NormKind::kLayer, 65536, 4096, false}, {NormKind::kLayer, 16384, 16384, false},
       {NormKind::kLayer, 4096, 65536, false},
   };
   for (const auto& c : cases) {

@@ -7,9 +7,9 @@
 // var = mean of (h - mean)^2, two-pass (Ba, Kiros & Hinton, arXiv:1607.06450).
 //
 // Bound by memory. The forward reads x once and writes y once: 4 bytes an element for 16-bit types,
-// 8 with a residual. A row at work is in registers, as the raw 16-byte vectors, above 16,384 columns
-// of 16 bits in the registers of a cluster of blocks; so nothing is read twice up to 262,144 columns.
-// The statistics cost one barrier (LayerNorm: two).
+// 8 with a residual. A row at work is in registers, as the raw 16-byte vectors, above 16,384
+// columns of 16 bits in the registers of a cluster of blocks; so nothing is read twice up to
+// 262,144 columns. The statistics cost one barrier (LayerNorm: two).
 //
 // - norm_kernel: a row in a block, or less of one;
 // - norm_pipeline_kernel: a row in a cluster of blocks;
@@ -101,8 +101,8 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
   const RowConfig& row = config.row;
   NormPartials partials;
   C* next = static_cast<C*>(workspace);
-  for (auto [parameter, place] : {std::pair{&p.dweight, &partials.dweight},
-                                  std::pair{&p.dbias, &partials.dbias}}) {
+  for (auto [parameter, place] :
+       {std::pair{&p.dweight, &partials.dweight}, std::pair{&p.dbias, &partials.dbias}}) {
     if (parameter->data == nullptr) continue;
     *place = next;
     next += config.partials * p.columns;
@@ -119,8 +119,8 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
       const dim3 grid(static_cast<unsigned>(config.weight_blocks_x),
                       static_cast<unsigned>(config.weight_blocks_y));
       const dim3 block(kWarpSize, kRowThreads / kWarpSize);
-      status = launch(norm_bwd_weight_kernel<T>, grid, block, row.dependent_launch, stream, p,
-                      partials);
+      status =
+          launch(norm_bwd_weight_kernel<T>, grid, block, row.dependent_launch, stream, p, partials);
     }
   } else if constexpr (!std::is_same_v<T, double>) {
     auto start = [&](auto kernel) {
@@ -136,9 +136,8 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
     };
     auto choose_items = [&](auto aligned, auto centered) {
       constexpr int kMost = decltype(centered)::value ? kLayerNormBwdItems : kNormItems;
-      return row.items == 1
-                 ? choose(std::integral_constant<int, 1>(), aligned, centered)
-                 : choose(std::integral_constant<int, kMost>(), aligned, centered);
+      return row.items == 1 ? choose(std::integral_constant<int, 1>(), aligned, centered)
+                            : choose(std::integral_constant<int, kMost>(), aligned, centered);
     };
     auto choose_aligned = [&](auto centered) {
       return row.aligned ? choose_items(std::true_type(), centered)
@@ -152,8 +151,8 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
   // dweight and dbias may differ in dtype: one launch for each dtype.
   SumPartialsParams of_rows_type = {}, of_float32 = {};
   unsigned num_rows_type = 0, num_float32 = 0;
-  for (auto [parameter, place] : {std::pair{&p.dweight, partials.dweight},
-                                  std::pair{&p.dbias, partials.dbias}}) {
+  for (auto [parameter, place] :
+       {std::pair{&p.dweight, partials.dweight}, std::pair{&p.dbias, partials.dbias}}) {
     if (parameter->data == nullptr) continue;
     SumPartialsParams& sums = parameter->is_float32 ? of_float32 : of_rows_type;
     unsigned& count = parameter->is_float32 ? num_float32 : num_rows_type;
@@ -203,8 +202,8 @@ cudaError_t launch_norm(const NormParams& params, const NormConfig& config, cuda
 }
 
 // No rows: the binding fills the parameters' gradients with zeros.
-cudaError_t launch_norm_bwd(const NormBwdParams& params, const NormConfig& config,
-                            void* workspace, cudaStream_t stream) {
+cudaError_t launch_norm_bwd(const NormBwdParams& params, const NormConfig& config, void* workspace,
+                            cudaStream_t stream) {
   if (config.row.path == RowPath::kEmpty) return cudaSuccess;
   switch (params.dtype) {
     case DType::kFloat64:

@@ -75,7 +75,7 @@ cudaError_t norm_device_traits(DeviceTraits* traits);
 // Enqueue on `stream`. `workspace` has config.workspace_size elements and is not needed after the
 // launch's kernels.
 cudaError_t launch_norm(const NormParams& params, const NormConfig& config, cudaStream_t stream);
-cudaError_t launch_norm_bwd(const NormBwdParams& params, const NormConfig& config,
-                            void* workspace, cudaStream_t stream);
+cudaError_t launch_norm_bwd(const NormBwdParams& params, const NormConfig& config, void* workspace,
+                            cudaStream_t stream);
 
 }  // namespace fusedcuda

@@ -52,9 +52,7 @@ struct NormGradient {
   __device__ NormGradient(const NormStatistics<C>& s, C a, C b)
       : mean(s.mean), rstd(s.rstd), slope(s.rstd * a), average(b) {}
 
-  __device__ C operator()(C h, C g) const {
-    return rstd * ((g - average) - (h - mean) * slope);
-  }
+  __device__ C operator()(C h, C g) const { return rstd * ((g - average) - (h - mean) * slope); }
 };
 
 // The sums of the block's rows of threads become the block's partial sums of its columns. `shared`
@@ -118,6 +116,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   wait_for_previous_kernel();
   auto row_of_set = [](int64_t set) { return set * blockDim.y + threadIdx.y; };
   auto fetch = [&](int64_t set) {
+    rows.synchronize();  // everybody has read what the slots held
     const int64_t row = row_of_set(set);
     if (row < p.rows) {
       rows.fetch(kH, p.h, row);
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     C g[kItems][kVec];
     Pair<C> sums = {0, 0};
     if (exists) {
-      const int shift_h = rows.shift_of(p.h, row), shift_dy = rows.shift_of(p.dy, row);
+      const unsigned shift_h = rows.shift_of(p.h, row), shift_dy = rows.shift_of(p.dy, row);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         h[i] = rows.read(kH, i, shift_h);
@@ -169,10 +168,10 @@ __global__ void __launch_bounds__(kRowThreads, 1)
         }
         h[i].forget_unpacked();
       }
+    } else if (!kAligned) {
+      for (Packed<T>& v : h) v = {};
     }
-    // Aligned, nobody needs the slots any more. dh waits in them, and unaligned results pass.
-    const bool early = kAligned && !has_dh;
-    if (early) fetch(set + stages * groups);
+    if (!has_dh) fetch(set + stages * groups);  // else dh waits in the slots
 
     const C count = static_cast<C>(p.columns);
     if constexpr (kCentered) {
@@ -181,9 +180,8 @@ __global__ void __launch_bounds__(kRowThreads, 1)
       sums = {reduction.sum(sums.a), 0};
     }
     const NormGradient<C> gradient(statistics, sums.a / count, sums.b / count);
-    rows.synchronize();
     if (exists && p.dx.data != nullptr) {
-      const int shift_dh = has_dh ? rows.shift_of(p.dh, row) : 0;
+      const unsigned shift_dh = has_dh ? rows.shift_of(p.dh, row) : 0;
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         C x[kVec], d[kVec];
@@ -195,20 +193,23 @@ __global__ void __launch_bounds__(kRowThreads, 1)
 #pragma unroll
           for (int j = 0; j < kVec; ++j) x[j] += d[j];
         }
-        rows.write(kH, p.dx, row, i, pack<T, kVec>(x));
+        h[i] = pack<T, kVec>(x);
       }
+      if constexpr (kAligned) rows.write(p.dx, row, h);
     }
-    rows.synchronize();
-    if (exists && p.dx.data != nullptr) rows.flush(kH, p.dx, row);
-    rows.synchronize();
-    if (!early) fetch(set + stages * groups);
+    if constexpr (!kAligned) {
+      // The threads of a warp exchange their ends, also with those whose row does not exist.
+      if (p.dx.data != nullptr) rows.write(p.dx, row, h, exists);
+    }
+    if (has_dh) fetch(set + stages * groups);
     rows.advance();
   }
   let_next_kernel_start();
   copy_async_wait<0>();
   auto store = [&](void* partial, auto& sums) {
     if (partial == nullptr) return;
-    store_partials<T, kItems, kClusters>(rows, static_cast<C*>(partial) + group * p.columns, streams, sums);
+    store_partials<T, kItems, kClusters>(rows, static_cast<C*>(partial) + group * p.columns,
+                                         streams, sums);
   };
   store(partials.dweight, dweight);
   if constexpr (kCentered) store(partials.dbias, dbias);
@@ -226,8 +227,8 @@ __global__ void __launch_bounds__(kRowThreads)
   const bool centered = p.kind == NormKind::kLayer;
 
   wait_for_previous_kernel();
-  const NormStatistics<C> statistics = centered ? load_statistics<C, true>(p, row)
-                                                : load_statistics<C, false>(p, row);
+  const NormStatistics<C> statistics =
+      centered ? load_statistics<C, true>(p, row) : load_statistics<C, false>(p, row);
   auto g_of = [&](int column) {
     const C w = load_parameter<T>(p.weight, column, static_cast<C>(p.weight_offset), C(1));
     return to_compute(dy[column]) * w;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/row_pipeline.h"
 #include "norm.h"
 
 namespace fusedcuda {
@@ -11,6 +12,8 @@ namespace fusedcuda {
 // its columns' sums in registers, 8 float32 for each vector of bf16; LayerNorm has two sums.
 constexpr int kNormItems = 4;
 constexpr int kLayerNormBwdItems = 2;
+// Two blocks of an unaligned row in the forward have 72 registers a thread.
+constexpr int kUnalignedRowThreads = 448;
 
 // What the system takes of every block's shared memory.
 constexpr int kSharedBytesTaken = 1 << 10;
@@ -21,7 +24,7 @@ namespace norm {
 struct Pipeline {
   int parameters;       // kept: weight, bias
   int tensors;          // streamed
-  size_t scratch;       // of the reduction
+  int value_size;       // of what is reduced
   int threads_of_sm;    // working at the same time
   int most_stages = 1;  // rows on their way, beside the one in registers
 };
@@ -32,9 +35,9 @@ inline void choose_pipeline(int64_t rows, const Pipeline& pipeline, const Device
   row.path = RowPath::kPipeline;
   const int threads = row.threads_per_row * row.rows_per_block;
   const size_t vectors = size_t(row.items) * row.threads_per_row;
-  const size_t fixed =
-      pipeline.scratch + pipeline.parameters * sizeof(float) * vectors * row.vec;
-  const size_t slots = vectors + (row.aligned ? 0 : 1);
+  const size_t fixed = row.scratch_bytes(pipeline.value_size) +
+                       pipeline.parameters * sizeof(float) * vectors * row.vec;
+  const size_t slots = pipeline_slots(row.items, row.threads_per_row, row.aligned);
   const size_t stage = kVectorBytes * slots * row.rows_per_block * pipeline.tensors;
   const size_t most = device.shared_bytes_of_block;
   const size_t of_sm = device.shared_bytes_of_sm;
@@ -84,13 +87,15 @@ inline NormConfig choose_norm_config(const NormParams& params, const DeviceTrait
   // A row in one block up to 512 threads: 263 instead of 279 by a cluster of two (16,384 columns).
   // LayerNorm, which synchronises twice, gains by the cluster: 298 instead of 307.
   RowConfig& row = config.row;
+  const int most_threads = aligned ? kWideRowThreads : kUnalignedRowThreads;
+  const int usual_threads = is_rms ? std::min(kRowThreads, most_threads) : kRowThreads / 2;
   row = choose_row_config(params.rows, params.columns, params.dtype, aligned, kNormItems, device,
-                          kWideRowThreads, is_rms ? kRowThreads : kRowThreads / 2);
+                          most_threads, usual_threads);
   if (row.path == RowPath::kRegister && row.cluster > 1) {
     norm::Pipeline pipeline;
     pipeline.parameters = is_rms ? 1 : 2;
     pipeline.tensors = params.residual.data != nullptr ? 2 : 1;
-    pipeline.scratch = row.scratch_bytes(value_size);
+    pipeline.value_size = value_size;
     // Clusters of two are on all SMs with one block each (275, with two 285), larger ones are not.
     pipeline.threads_of_sm = row.cluster == 2 ? kRowThreads : 2 * kRowThreads;
     pipeline.most_stages = aligned ? 1 : 2;
@@ -130,13 +135,19 @@ inline NormConfig choose_norm_bwd_config(const NormBwdParams& params, const Devi
     norm::Pipeline pipeline;
     pipeline.parameters = 1;
     pipeline.tensors = params.dh.data != nullptr ? 3 : 2;
-    pipeline.scratch = row.scratch_bytes((is_rms ? 1 : 2) * value_size);
+    pipeline.value_size = (is_rms ? 1 : 2) * value_size;
     // 128 registers a thread: 512 threads on an SM at most. Of RMSNorm 256 are faster, with two
     // stages: 382 instead of 419 (4,096 columns), 389 instead of 432 (8,192), 395 instead of 434
     // (16,384). Larger clusters wait longer for each other and need more, and so do rows of one
     // warp (391 with 384 threads and one stage, 405 with 256 and three).
     pipeline.threads_of_sm = kRowThreads;
     pipeline.most_stages = 2;
+    // Unaligned, threads with several vectors are whole warps: addresses are then constants apart.
+    if (!aligned && row.items > 1 && row.threads_per_row < kWarpSize) {
+      row.threads_per_row *= row.items;
+      row.rows_per_block /= row.items;
+      row.items = 1;
+    }
     const bool is_warp = row.threads_per_row <= kWarpSize;
     if (is_rms && aligned && is_warp) {
       pipeline.threads_of_sm = kRowThreads * 3 / 4;

@@ -152,7 +152,8 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 // the blocks of norm_kernel do, took 10 to 20 % longer: a cluster starts only when all of its
 // blocks find room.
 template <typename T, int kItems, bool kAligned, bool kCentered>
-__global__ void __launch_bounds__(kWideRowThreads)
+__global__ void __launch_bounds__(kAligned ? kWideRowThreads : kUnalignedRowThreads,
+                                  kAligned ? 1 : 2)
     norm_pipeline_kernel(const __grid_constant__ NormParams p, int stages) {
   using C = Compute<T>;
   constexpr int kVec = kVectorWidth<T>;
@@ -165,13 +166,14 @@ __global__ void __launch_bounds__(kWideRowThreads)
   SharedMemory shared;
   RowReduction<C> reduction(shared.take(RowReduction<C>::scratch_bytes()));
   const RowParameter<T, kItems> weight(shared.take(RowParameter<T, kItems>::bytes()));
-  const RowParameter<T, kItems> bias(
-      kCentered ? shared.take(RowParameter<T, kItems>::bytes()) : nullptr);
+  const RowParameter<T, kItems> bias(kCentered ? shared.take(RowParameter<T, kItems>::bytes())
+                                               : nullptr);
   using Pipeline = RowPipeline<T, kItems, kAligned>;
   Pipeline rows(shared.rest(), stages, has_residual ? 2 : 1, p.columns, cluster_rank());
 
   wait_for_previous_kernel();
   auto fetch = [&](int64_t row) {
+    rows.synchronize();  // everybody has read what the slots held
     if (row < p.rows) {
       rows.fetch(kX, p.x, row);
       if (has_residual) rows.fetch(kResidual, p.residual, row);
@@ -189,25 +191,22 @@ __global__ void __launch_bounds__(kWideRowThreads)
   for (int64_t row = group; row < p.rows; row += groups) {
     rows.wait();
     Packed<T> h[kItems];
-    const int shift = rows.shift_of(p.x, row);
+    const unsigned shift = rows.shift_of(p.x, row);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) h[i] = rows.read(kX, i, shift);
     if (has_residual) {
-      const int shift_r = rows.shift_of(p.residual, row);
+      const unsigned shift_r = rows.shift_of(p.residual, row);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) h[i] = add<T>(h[i], rows.read(kResidual, i, shift_r));
-      rows.synchronize();  // everybody has read before the slots take the sum
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) rows.write(kX, p.sum, row, i, h[i]);
+      rows.write(p.sum, row, h);
     }
-    if constexpr (kAligned) fetch(row + stages * groups);  // unaligned results need the slots
+    fetch(row + stages * groups);
 
     C mean = 0;
-    if constexpr (kCentered) mean = reduction.sum(sum_of<T, Pipeline>(h)) / static_cast<C>(p.columns);
+    if constexpr (kCentered)
+      mean = reduction.sum(sum_of<T, Pipeline>(h)) / static_cast<C>(p.columns);
     const C rstd = rstd_of<T>(p, reduction.sum(squares_of<T, kCentered>(h, rows, mean)));
-    rows.synchronize();
     if (threadIdx.x == 0 && cluster_rank() == 0) store_statistics<C>(p, row, mean, rstd);
-    const int result = has_residual ? kResidual : kX;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       C a[kVec], w[kVec], b[kVec] = {};
@@ -219,15 +218,9 @@ __global__ void __launch_bounds__(kWideRowThreads)
         a[j] = (a[j] - mean) * rstd * w[j];
         if constexpr (kCentered) a[j] += b[j];
       }
-      rows.write(result, p.y, row, i, pack<T, kVec>(a));
+      h[i] = pack<T, kVec>(a);
     }
-    if constexpr (!kAligned) {
-      rows.synchronize();
-      if (has_residual) rows.flush(kX, p.sum, row);
-      rows.flush(result, p.y, row);
-      rows.synchronize();
-      fetch(row + stages * groups);
-    }
+    rows.write(p.y, row, h);
     rows.advance();
   }
   let_next_kernel_start();

@@ -27,9 +27,7 @@ class RowParameter {
   using C = Compute<T>;
   static constexpr int kVec = kVectorWidth<T>;
 
-  __device__ static int bytes() {
-    return kItems * kVec * static_cast<int>(sizeof(C) * blockDim.x);
-  }
+  __device__ static int bytes() { return kItems * kVec * static_cast<int>(sizeof(C) * blockDim.x); }
 
   __device__ explicit RowParameter(void* memory)
       : quads_(static_cast<Quad*>(memory) + threadIdx.x) {}

@@ -222,6 +222,13 @@ def test_numbers_of_rows(norm, op, dtype, columns) -> None:
 
 
 @EVERY_OP
+@pytest.mark.parametrize(("columns", "dtype"), [(1000, torch.float32), (2048, torch.bfloat16)])
+def test_many_warps_in_a_block(norm, op, columns, dtype) -> None:
+    """Several rows of several warps: the slots of their reduction take more than a line."""
+    check(norm, op, 9, columns, dtype)
+
+
+@EVERY_OP
 @REGISTER_DTYPES
 @pytest.mark.parametrize("offset", [0, 1])
 def test_items_and_threads(norm, op, dtype, offset) -> None:

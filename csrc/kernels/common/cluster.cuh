@@ -137,10 +137,11 @@ class ClusterMailbox {
     memcpy(words, &value, sizeof(T));
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) {
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                       to + 4 * i),
-                   "r"(words[i]), "r"(barrier)
-                   : "memory");
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to +
+                                                                                            4 * i),
+          "r"(words[i]), "r"(barrier)
+          : "memory");
     }
 #endif
   }

@@ -20,8 +20,8 @@ struct DeviceTraits {
   int num_sms = 132;  // H200
   bool dependent_launch = true;
   bool clusters = true;  // thread-block clusters of up to 16 blocks
-  // Clusters of 1, 2, 4, 8 and 16 blocks that run at the same time, with one block on an SM and with
-  // two. A cluster sits on one GPC, and GPCs differ in size (H200).
+  // Clusters of 1, 2, 4, 8 and 16 blocks that run at the same time, with one block on an SM and
+  // with two. A cluster sits on one GPC, and GPCs differ in size (H200).
   int resident_clusters[2][5] = {{132, 66, 30, 15, 7}, {264, 132, 64, 32, 14}};
   size_t shared_bytes_of_sm = 228 << 10;
   size_t shared_bytes_of_block = 227 << 10;

@@ -32,13 +32,12 @@ constexpr int kWideRowThreads = 1024;
 constexpr int kRowBlockThreads = 128;
 constexpr int kMaxCluster = 16;
 
-// Of a reduction: two barriers, and two sets of slots that take turns. Rounded to 128 bytes for what
-// lies behind: asynchronous copies of whole lines to anything else take 15 % longer.
+// Of a reduction: two barriers, and two sets of slots that take turns. Rounded to 128 bytes for
+// what lies behind: asynchronous copies of whole lines to anything else take 15 % longer.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-    inline int
-    row_scratch_bytes(int slots, int value_size) {
+    inline int row_scratch_bytes(int slots, int value_size) {
   return (16 + 2 * slots * value_size + 127) / 128 * 128;
 }
 
@@ -46,7 +45,7 @@ enum class RowPath {
   kEmpty,     // no elements
   kRegister,  // a row stays in the registers of its threads, in up to 16 blocks: read once
   kPipeline,  // the same by persistent blocks, the next rows on their way to shared memory
-  kStream,     // a block walks along its row, once for each reduction and once more for the result
+  kStream,    // a block walks along its row, once for each reduction and once more for the result
 };
 
 struct RowConfig {
@@ -105,7 +104,8 @@ inline int next_power_of_two(int64_t n) {
 }
 
 // `most_items`: the largest number of vectors a thread may hold. `most_threads`: kRowThreads or
-// kWideRowThreads. `usual_threads`: from there on more blocks share a row, up to 16. float64 is streamed: it is there for gradcheck, not for speed.
+// kWideRowThreads. `usual_threads`: from there on more blocks share a row, up to 16. float64 is
+// streamed: it is there for gradcheck, not for speed.
 inline RowConfig choose_row_config(int64_t rows, int64_t columns, DType dtype, bool aligned,
                                    int most_items, const DeviceTraits& device,
                                    int most_threads = kRowThreads,

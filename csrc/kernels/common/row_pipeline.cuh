@@ -2,18 +2,23 @@
 // while the next sets are on their way by asynchronous copies. So the memory stays busy while a
 // block reduces and stores, and a block has as many bytes in flight as shared memory holds.
 //
-// A thread works on the same columns of every row: vectors blockDim.x apart, which is what keeps
-// sums over the rows, or parameters, in place. blockDim.y rows share a block, or the blocks of a
-// cluster a row: then each has a contiguous part of the columns.
+// A thread works on the same columns of every row, which is what keeps sums over the rows, or
+// parameters, in place. blockDim.y rows share a block, or the blocks of a cluster a row: then each
+// has a contiguous part of the columns.
 //
-// kAligned: every vector of every tensor is whole and aligned. A thread copies what it will read
-// itself, and no barrier is needed. Otherwise the aligned 16-byte pieces that cover the row are
-// copied, and a thread cuts its vectors out of them, word by word; results take the same way back,
-// so that global memory sees only 16-byte accesses. That takes four barriers a row.
+// kAligned: every vector of every tensor is whole and aligned. A thread's vectors are blockDim.x
+// apart, and it copies what it will read itself.
+//
+// Otherwise the aligned 16-byte pieces that cover the row are copied, and a warp has a contiguous
+// part of the row: all that its threads read, they have copied themselves, so no barrier is wider
+// than a warp. A thread's "vectors" are 32-bit words as far apart as the warp has threads. Those it
+// reads without bank conflicts, wherever the row begins, and writes as words of whole lines. Where
+// elements are half a word and rows begin in the middle of one, both take a shift by 16 bits.
 #pragma once
 
 #include "async_copy.cuh"
 #include "row.cuh"
+#include "row_pipeline.h"
 
 namespace fusedcuda {
 
@@ -24,15 +29,13 @@ class RowPipeline {
   static constexpr bool kIsAligned = kAligned;
   using V = Packed<T>;
 
-  // 16-byte slots of a row of one tensor: one a vector and, unaligned, one more.
-  __device__ static int slots_of_row() { return kItems * blockDim.x + (kAligned ? 0 : 1); }
-
-  // `memory`: `stages` times `tensors` times blockDim.y rows.
-  __device__ RowPipeline(void* memory, int stages, int tensors, int columns,
-                         unsigned cluster_rank)
+  // `memory`: `stages` times `tensors` times blockDim.y rows of pipeline_slots() each.
+  __device__ RowPipeline(void* memory, int stages, int tensors, int columns, unsigned cluster_rank)
       : memory_(static_cast<V*>(memory)), stages_(stages), tensors_(tensors) {
     first_ = static_cast<int>(cluster_rank * kItems * blockDim.x) * kVec;
     length_ = min(max(columns - first_, 0), kItems * static_cast<int>(blockDim.x) * kVec);
+    // The warp's own slots: whatever the shift, no other warp's pieces come there.
+    if constexpr (!kAligned) memory_ += thread() / kWarpSize * (kItems * kWarpSize + kSlotsOfLine);
   }
 
   // The first column of this block's part, and how many there are.
@@ -40,26 +43,44 @@ class RowPipeline {
   __device__ int length() const { return length_; }
   // Of element j of vector i, within the part.
   __device__ int column(int i, int j = 0) const {
-    return (i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * kVec + j;
+    if constexpr (kAligned) return piece(i) * kVec + j;
+    const int word = (i * V::kWords + j / kPerWord) * width() + lane();
+    return first_of_warp() + word * kPerWord + j % kPerWord;
   }
   __device__ bool has(int i, int j = 0) const { return column(i, j) < length_; }
   __device__ bool has_all(int i) const { return has(i, kAligned ? 0 : kVec - 1); }
 
   // Starts the copy of a row of `matrix` to the present stage.
   __device__ void fetch(int tensor, const RowMatrix& matrix, int64_t row) {
-    const T* source = row_of<T>(matrix, row) + first_;
-    V* slots = slots_of(tensor);
+    const T* part = part_of(matrix, row);
     if constexpr (kAligned) {
+      V* slots = slots_of(tensor);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        if (has(i)) copy_async_16(slots + slot(i), source + column(i));
+        if (has(i)) copy_async_16(slots + piece(i), part + column(i));
       }
-      return;
-    }
-    source -= shift_of(source);
+    } else {
+      const int shift = shift_of(part) % kVec;
+      const int pieces = (shift + length_ + kVec - 1) / kVec;
+      const T* source = part - shift;
+      V* slots = slots_of(tensor) + shift_of(part) / kVec + lane();
+      if (source >= matrix.data && source + pieces * kVec <= matrix.end) {
+#pragma unroll
+        for (int i = 0; i <= kItems; ++i) {
+          if (!copies(i) || piece(i) >= pieces) continue;
+          copy_async_16(slots + i * width(), source + piece(i) * kVec);
+        }
+      } else {  // The first or the last row: element by element, nothing outside of the tensor.
 #pragma unroll 1
-    for (int i = 0; i <= kItems; ++i) {
-      if (i < kItems || threadIdx.x == 0) fetch_piece(matrix, row, source, slots, slot(i));
+        for (int i = 0; i <= kItems; ++i) {
+          T* elements = reinterpret_cast<T*>(slots + i * width());
+#pragma unroll 1
+          for (int j = 0; copies(i) && j < kVec; ++j) {
+            const int column = piece(i) * kVec - shift + j;
+            if (column >= 0 && column < length_) elements[j] = part[column];
+          }
+        }
+      }
     }
   }
   __device__ void commit() { copy_async_commit(); }
@@ -84,33 +105,28 @@ class RowPipeline {
   }
   __device__ void advance() { stage_ = stage_ + 1 < stages_ ? stage_ + 1 : 0; }
 
-  // Between the threads of the block, where they read what others have copied.
+  // Between the threads of a warp, which read what others of them have copied: also before the
+  // next fetch() to a stage that has been read.
   __device__ void synchronize() const {
-    if constexpr (!kAligned) __syncthreads();
+    if constexpr (!kAligned) __syncwarp();
   }
 
   // Vector i of a row that has arrived; `shift` is shift_of() its source. Elements beyond the row
   // are 0.
-  __device__ V read(int tensor, int i, int shift) const {
+  __device__ V read(int tensor, int i, unsigned shift) const {
     const V* slots = slots_of(tensor);
     if constexpr (kAligned) {
-      if (has(i)) return slots[slot(i)];
-      return zeros();
+      if (has(i)) return slots[piece(i)];
+      return V{};
     } else {
-      if (!has(i)) return zeros();
-      const int element = column(i) + shift;
-      const uint32_t* words = slots->words + element * static_cast<int>(sizeof(T)) / 4;
-      const int half = sizeof(T) == 2 ? element % 2 * 16 : 0;
+      const uint32_t* words = slots->words + shift / kPerWord + lane();
       V v;
-      uint32_t low = words[0];
 #pragma unroll
       for (int k = 0; k < V::kWords; ++k) {
-        // The last is not read where it would lie beyond the slots.
-        const uint32_t high = k + 1 < V::kWords || half != 0 ? words[k + 1] : 0;
-        v.words[k] = static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> half);
-        low = high;
+        const uint32_t* word = words + (i * V::kWords + k) * width();
+        v.words[k] = kPerWord > 1 ? cut(word[0], word[1], shift) : word[0];
       }
-      if (!has(i, kVec - 1)) {
+      if (!has_all(i)) {
         Vector<T, kVec> elements = v;
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
@@ -122,87 +138,102 @@ class RowPipeline {
     }
   }
 
-  // Elements between the aligned address at or below `row` + first() and that.
-  __device__ static int shift_of(const T* part) {
-    if constexpr (kAligned) return 0;
-    return static_cast<int>(reinterpret_cast<uintptr_t>(part) / sizeof(T) % kVec);
-  }
-  __device__ int shift_of(const RowMatrix& matrix, int64_t row) const {
-    return shift_of(row_of<T>(matrix, row) + first_);
+  // Elements between the part of a row and the address below it at which its slots begin: a
+  // multiple of 16 bytes or, for whole warps, of 128.
+  __device__ unsigned shift_of(const RowMatrix& matrix, int64_t row) const {
+    return kAligned ? 0 : shift_of(part_of(matrix, row));
   }
 
-  // Vector i of a result. Unaligned: on its way through the slots of `tensor`, which nobody reads
-  // any more; flush() takes it to memory.
-  __device__ void write(int tensor, const RowMatrix& matrix, int64_t row, int i,
-                        const V& v) const {
-    T* part = row_of<T>(matrix, row) + first_;
+  // A row of results. Unaligned, all threads of a warp take part, also those whose row does not
+  // exist.
+  __device__ void write(const RowMatrix& matrix, int64_t row, const V (&results)[kItems],
+                        bool exists = true) const {
+    T* part = part_of(matrix, row);
     if constexpr (kAligned) {
-      if (has(i)) store_packed(part + column(i), v);
-    } else {
-      T* elements = reinterpret_cast<T*>(slots_of(tensor)) + shift_of(part) + column(i);
-      const Vector<T, kVec> values = v;
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        if (has(i, j)) elements[j] = values.values[j];
+      for (int i = 0; i < kItems; ++i) {
+        if (has(i)) store_packed(part + column(i), results[i]);
       }
-    }
-  }
-
-  // Behind a synchronize() after the last write().
-  __device__ void flush(int tensor, const RowMatrix& matrix, int64_t row) const {
-    if constexpr (!kAligned) {
-      T* part = row_of<T>(matrix, row) + first_;
-      const int shift = shift_of(part);
-#pragma unroll 1
-      for (int i = 0; i <= kItems; ++i) {
-        if (i == kItems && threadIdx.x > 0) break;
-        const int column = slot(i) * kVec - shift;  // of the piece
-        const V& piece = slots_of(tensor)[slot(i)];
-        if (column >= 0 && column + kVec <= length_) {
-          store_packed(part + column, piece);
-        } else {
-          const T* elements = reinterpret_cast<const T*>(&piece);
-          for (int j = max(-column, 0); j < kVec && column + j < length_; ++j) {
-            part[column + j] = elements[j];
+    } else {
+      // In the middle of a word of the thread one in memory begins, if `shift` is odd.
+      const unsigned shift = shift_of(part);
+      const int odd = shift % kPerWord;
+      const int end_of_warp = first_of_warp() + kItems * kVec * width();
+      const int end = exists ? min(length_, end_of_warp) : 0;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        V v = results[i];
+        if constexpr (kPerWord > 1) {
+#pragma unroll
+          for (int k = 0; k < V::kWords; ++k) {
+            // Behind the last lane's word is the first lane's next one.
+            const uint32_t following = k + 1 < V::kWords ? results[i].words[(k + 1) % V::kWords]
+                                                         : results[(i + 1) % kItems].words[0];
+            const uint32_t offered = lane() == 0 ? following : results[i].words[k];
+            const uint32_t next = __shfl_sync(0xffffffffu, offered, lane() + 1, width());
+            v.words[k] = cut(results[i].words[k], next, shift);
           }
         }
+        T* at = part + column(i) + odd;
+        const int step = kPerWord * width();
+        if (column(i, kVec - 1) + odd < end) {
+#pragma unroll
+          for (int k = 0; k < V::kWords; ++k) {
+            *reinterpret_cast<uint32_t*>(at + k * step) = v.words[k];
+          }
+        } else {
+          const Vector<T, kVec> elements = v;
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) {
+            if (column(i, j) + odd < end) at[column(i, j) - column(i)] = elements.values[j];
+          }
+        }
+      }
+      if (odd && lane() == 0 && column(0) < end) {
+        part[column(0)] = static_cast<Vector<T, kVec>>(results[0]).values[0];
       }
     }
   }
 
  private:
-  __device__ int slot(int i) const {
-    return i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+  static constexpr int kPerWord = sizeof(T) == 2 ? 2 : 1;  // elements of a 32-bit word
+
+  // A row's threads in a warp: all, where they have several vectors (choose_norm_bwd_config).
+  __device__ static int width() {
+    return kItems > 1 ? kWarpSize : min(static_cast<int>(blockDim.x), kWarpSize);
   }
-  __device__ V* slots_of(int tensor) const {
-    return memory_ +
-           ((stage_ * tensors_ + tensor) * static_cast<int>(blockDim.y) +
-            static_cast<int>(threadIdx.y)) *
-               slots_of_row();
-  }
-  __device__ static V zeros() {
-    V v;
-#pragma unroll
-    for (int k = 0; k < V::kWords; ++k) v.words[k] = 0;
-    return v;
+  __device__ static int thread() { return threadIdx.x; }
+  __device__ static int lane() { return thread() % kWarpSize; }
+
+  // The first column of the warp's part.
+  __device__ static int first_of_warp() {
+    return thread() / kWarpSize * (kItems * kVec * kWarpSize);
   }
 
-  // One aligned piece of the row; `source` is the aligned address below its first element. Pieces
-  // that reach beyond the tensor are taken element by element.
-  __device__ void fetch_piece(const RowMatrix& matrix, int64_t row, const T* source, V* slots,
-                              int piece) {
-    const T* from = source + piece * kVec;
-    const T* begin = row_of<T>(matrix, row) + first_;
-    const T* end = begin + length_;
-    if (from >= end) return;
-    if (from >= matrix.data && from + kVec <= matrix.end) {
-      copy_async_16(slots + piece, from);
-      return;
-    }
-    T* elements = reinterpret_cast<T*>(slots + piece);
-    for (int j = 0; j < kVec; ++j) {
-      if (from + j >= begin && from + j < end) elements[j] = from[j];
-    }
+  // The place of the i-th piece that the thread copies among those of the part. Unaligned, the
+  // first lane also copies a kItems-th one: there the warp's part ends, and the next one's begins.
+  __device__ static int piece(int i) {
+    if constexpr (kAligned) return i * static_cast<int>(blockDim.x) + thread();
+    return (thread() / kWarpSize * kItems + i) * width() + lane();
+  }
+  __device__ static bool copies(int i) { return i < kItems || lane() == 0; }
+
+  // What lies `shift` elements behind the first of `low`, if those fill words: one or none.
+  __device__ static uint32_t cut(uint32_t low, uint32_t high, unsigned shift) {
+    return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (shift % 2 * 16));
+  }
+
+  __device__ T* part_of(const RowMatrix& matrix, int64_t row) const {
+    return row_of<T>(matrix, row) + first_;
+  }
+  __device__ static unsigned shift_of(const T* part) {
+    const unsigned slots = blockDim.x < kWarpSize ? 1 : kSlotsOfLine;
+    return static_cast<unsigned>(reinterpret_cast<uintptr_t>(part) / sizeof(T)) % (slots * kVec);
+  }
+  __device__ V* slots_of(int tensor) const {
+    return memory_ + ((stage_ * tensors_ + tensor) * static_cast<int>(blockDim.y) +
+                      static_cast<int>(threadIdx.y)) *
+                         pipeline_slots(kItems, static_cast<int>(blockDim.x), kAligned);
   }
 
   V* memory_;
