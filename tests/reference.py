@@ -116,9 +116,11 @@ def need_gpu_memory(gibibytes: float) -> None:
 def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance from each (float64) value to its neighbour in `dtype`."""
     info = torch.finfo(dtype)
-    smallest = torch.full_like(value, info.tiny)
-    exponent = torch.frexp(torch.maximum(value.abs(), smallest)).exponent - 1
-    return torch.ldexp(torch.full_like(value, info.eps), exponent)
+    magnitude = torch.maximum(value.abs(), torch.full_like(value, info.tiny))
+    # The power of two at or below it: the number without its fraction. (Not torch.ldexp, which is
+    # wrong on a GPU that is not the current one: https://github.com/pytorch/pytorch/issues/189567.)
+    exponent_bits = torch.tensor(0x7FF0_0000_0000_0000, device=value.device)
+    return (magnitude.view(torch.int64) & exponent_bits).view(torch.float64) * info.eps
 
 
 def assert_as_good_as_eager(

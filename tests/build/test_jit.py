@@ -28,7 +28,8 @@ def test_second_build_comes_from_the_cache(machine, capfd) -> None:
     assert library.is_file()
     assert library.parent.parent == machine.cache
     out, err = capfd.readouterr()
-    assert err.startswith("fusedcuda: compiling 'pointwise' for sm_90a (up to a minute, once) ...\n")
+    announcement = "fusedcuda: compiling 'pointwise' for sm_90a (up to a minute, once) ...\n"
+    assert err.startswith(announcement)
     assert "fusedcuda: compiled 'pointwise' in " in err
     assert out == ""
     assert build() == library
