@@ -83,9 +83,7 @@ def _verdict(checks: list[Check], capabilities: list[tuple[int, int]], extension
         return "No GPU is usable here: every op runs its CPU reference."
     if extension.status == "ok":
         return "The CUDA kernels are built and ready."
-    return (
-        "The CUDA kernels will be compiled at their first use (up to a minute each, once)."
-    )
+    return "The CUDA kernels will be compiled at their first use (up to a minute each, once)."
 
 
 def _gpu(about: _toolchain.TorchInfo, capabilities: list[tuple[int, int]]) -> Check:
