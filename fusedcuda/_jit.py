@@ -129,8 +129,8 @@ def jit(
 
     Change some text of the original, wherever it stands in the kernel or its headers::
 
-        two_vectors_a_thread = {"kVec > 1 ? 1 : 4": "kVec > 1 ? 2 : 4"}
-        edited = fusedcuda.jit("pointwise", replace=two_vectors_a_thread)
+        smaller_blocks = {"kPointwiseThreads = 256": "kPointwiseThreads = 128"}
+        edited = fusedcuda.jit("pointwise", replace=smaller_blocks)
         y = fusedcuda.bias_act(x, bias)  # runs the edited kernel
         edited.restore()  # back to the original; a `with` block does this by itself
 

@@ -223,7 +223,7 @@ def test_no_tensor_outlives_its_graph(norm, device):
     before = tensors()
     for _ in range(3):
         torch.autograd.grad(sum(norm(*operands)).sum(), operands)
-    assert tensors() == before
+    assert tensors() <= before  # fewer, where leftovers of another test went meanwhile
 
 
 @EVERY_NORM

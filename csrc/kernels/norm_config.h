@@ -124,42 +124,51 @@ inline NormConfig choose_norm_bwd_config(const NormBwdParams& params, const Devi
   const int num_sums = (params.dweight.data != nullptr) + (params.dbias.data != nullptr);
   NormConfig config;
   RowConfig& row = config.row;
-  // LayerNorm's rows are in blocks of 512 threads or two of these: 479 instead of 523 by a cluster
-  // of four (16,384 columns).
   const int items = is_rms ? kNormItems : kLayerNormBwdItems;
+  auto choose_row = [&](int usual_threads) {
+    return choose_row_config(params.rows, params.columns, params.dtype, aligned, items, device,
+                             kRowThreads, usual_threads);
+  };
+  // Blocks of 256 threads. LayerNorm's rows are in one of 512 or two of these: 479 instead of 523
+  // by a cluster of four (16,384 columns). Unaligned rows prefer them, too: 518 instead of 551
+  // (4096x50257). From clusters of four on RMSNorm's blocks have 128 threads: 411 instead of 433
+  // (32,768), 420 instead of 432 (65,536).
   const int64_t bytes = params.columns * int64_t{size_of(params.dtype)};
-  const bool is_wide = !is_rms && bytes <= int64_t{2} * kRowThreads * items * kVectorBytes;
-  row = choose_row_config(params.rows, params.columns, params.dtype, aligned, items, device,
-                          kRowThreads, is_wide ? kRowThreads : kRowThreads / 2);
+  const int64_t bytes_of_block = int64_t{kRowThreads} * items * kVectorBytes;
+  const bool is_wide = !aligned || (!is_rms && bytes <= 2 * bytes_of_block);
+  row = choose_row(is_wide ? kRowThreads : kRowThreads / 2);
+  if (is_rms && aligned && row.cluster >= 4) row = choose_row(kRowThreads / 4);
   if (row.path == RowPath::kRegister) {
-    norm::Pipeline pipeline;
-    pipeline.parameters = 1;
-    pipeline.tensors = params.dh.data != nullptr ? 3 : 2;
-    pipeline.value_size = (is_rms ? 1 : 2) * value_size;
-    // 128 registers a thread: 512 threads on an SM at most. Of RMSNorm 256 are faster, with two
-    // stages: 382 instead of 419 (4,096 columns), 389 instead of 432 (8,192), 395 instead of 434
-    // (16,384). Larger clusters wait longer for each other and need more, and so do rows of one
-    // warp (391 with 384 threads and one stage, 405 with 256 and three).
-    pipeline.threads_of_sm = kRowThreads;
-    pipeline.most_stages = 2;
     // Unaligned, threads with several vectors are whole warps: addresses are then constants apart.
     if (!aligned && row.items > 1 && row.threads_per_row < kWarpSize) {
       row.threads_per_row *= row.items;
       row.rows_per_block /= row.items;
       row.items = 1;
     }
+    norm::Pipeline pipeline;
+    pipeline.parameters = 1;
+    pipeline.tensors = params.dh.data != nullptr ? 3 : 2;
+    pipeline.value_size = (is_rms ? 1 : 2) * value_size;
+    // 128 registers a thread: 512 threads on an SM at most. Of RMSNorm 256 are faster, with two
+    // stages: 382 instead of 419 (4,096 columns), 389 instead of 432 (8,192), 395 instead of 434
+    // (16,384). The small blocks of larger clusters wait longer for each other and need more, and
+    // so do rows of one warp (391 with 384 threads and one stage, 405 with 256 and three).
+    pipeline.threads_of_sm = kRowThreads;
+    pipeline.most_stages = 2;
     const bool is_warp = row.threads_per_row <= kWarpSize;
-    if (is_rms && aligned && is_warp) {
+    const bool is_small = row.threads_per_row <= kRowThreads / 4 && row.cluster >= 4;
+    if (is_rms && aligned && (is_warp || is_small)) {
       pipeline.threads_of_sm = kRowThreads * 3 / 4;
-      pipeline.most_stages = params.dh.data != nullptr ? 2 : 1;
+      const bool early = params.dh.data == nullptr;  // the next row is fetched early
+      pipeline.most_stages = early && row.cluster <= 8 ? 1 : 2;
     } else if (is_rms && aligned && row.cluster <= 2) {
       pipeline.threads_of_sm = kRowThreads / 2;
-    } else if (is_rms && aligned && params.dh.data == nullptr) {
-      pipeline.most_stages = 1;
     }
-    if (!is_warp && aligned && row.cluster == 1) {
-      row.rows_per_block = std::max(1, pipeline.threads_of_sm / row.threads_per_row);
-      if (!is_rms && kRowThreads % row.threads_per_row != 0) row.rows_per_block = 1;
+    if (!is_warp && row.cluster == 1) {
+      // About as many threads as that, of whole rows.
+      const int half_a_row = pipeline.threads_of_sm < kRowThreads ? row.threads_per_row / 2 : 0;
+      row.rows_per_block = std::max(1, (pipeline.threads_of_sm + half_a_row) / row.threads_per_row);
+      if (!is_rms && aligned && kRowThreads % row.threads_per_row != 0) row.rows_per_block = 1;
     }
     norm::choose_pipeline(params.rows, pipeline, device, &config);
   }

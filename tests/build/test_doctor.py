@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusedcuda import __main__, _build, _jit, _toolchain
+from fusedcuda._build import FAMILIES
 
 doctor = importlib.import_module("fusedcuda.doctor")
 
@@ -188,7 +189,10 @@ def test_demo_that_cannot_compile_says_why_in_one_message(monkeypatch, capsys) -
 def test_command_line_builds_a_family_or_says_why_not(monkeypatch, capsys) -> None:
     monkeypatch.setattr(_jit, "load", lambda family, verbose: f"/cache/{family}.so")
     assert __main__.main(["build"]) == 0
-    assert capsys.readouterr().out == "pointwise: /cache/pointwise.so\n"
+    built = [f"{family}: /cache/{family}.so\n" for family in FAMILIES]
+    assert capsys.readouterr().out == "".join(built)
+    assert __main__.main(["build", "norm"]) == 0
+    assert capsys.readouterr().out == "norm: /cache/norm.so\n"
     monkeypatch.undo()
     assert __main__.main(["build", "nope"]) == 1
     assert "build: unknown kernel family 'nope'" in capsys.readouterr().err

@@ -34,6 +34,16 @@ def is_scalar(kernel: sass.Kernel) -> bool:
     return kernel.name.endswith(", 1>") or "double" in kernel.name
 
 
+def stores_words(kernel: sass.Kernel) -> bool:
+    """Unaligned rows that stream: loaded 16 bytes at once, stored as words, a line a warp.
+
+    The third template argument of these kernels says whether the rows are aligned.
+    """
+    arguments = kernel.name.split("<")[-1].split(", ")
+    streams = kernel.function in ("norm_pipeline_kernel", "norm_bwd_kernel")
+    return streams and arguments[2] == "false"
+
+
 @pytest.fixture(scope="module")
 def kernels(extension: Path) -> list[sass.Kernel]:
     return sass.kernels(extension)
@@ -49,7 +59,7 @@ def test_vector_kernels_load_and_store_16_bytes_at_once(kernels) -> None:
         for kernel in kernels
         if kernel.function in VECTOR_KERNELS
         and not is_scalar(kernel)
-        and not (kernel.loads_128 and kernel.stores_128)
+        and not (kernel.loads_128 and (kernel.stores_128 or stores_words(kernel)))
     ]
     assert not narrow, "\n" + sass.table(narrow)
 

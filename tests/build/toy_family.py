@@ -1,10 +1,14 @@
 """A tiny stand-in for csrc, so that tests of the build take seconds: one op, no tensors, no GPU.
 
+The op is of the family pointwise; the others' sources are there and empty.
+
 `torch.ops.fusedcuda_toy.answer()` returns the number in kernels/common/answer.h, which tells which
 build is loaded.
 """
 
 from pathlib import Path
+
+from fusedcuda._build import FAMILIES
 
 _KERNEL = """\
 #include "pointwise.h"
@@ -44,6 +48,10 @@ def write(csrc: Path, answer: int = 1) -> Path:
         path = csrc / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    for family in FAMILIES:
+        if family != "pointwise":
+            (csrc / "kernels" / f"{family}.cu").touch()
+            (csrc / "bindings" / f"{family}.cpp").touch()
     set_answer(csrc, answer)
     return csrc
 

@@ -234,9 +234,7 @@ class RowSlice {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) x[j + k] = to_compute(v.values[k]);
       }
-    } else if (load_words(data, i, x)) {
-      return;
-    } else if (has_all(i)) {
+    } else if (has_all(i)) {  // nearly always: no check for every element
 #pragma unroll
       for (int j = 0; j < kVec; ++j) x[j] = static_cast<Compute<T>>(to_compute(data[j]));
     } else {
@@ -244,29 +242,6 @@ class RowSlice {
       for (int j = 0; j < kVec; ++j) {
         x[j] = has(i, j) ? static_cast<Compute<T>>(to_compute(data[j])) : 0;
       }
-    }
-  }
-
-  // An unaligned vector of a 16-bit parameter in five words instead of eight elements; false where
-  // the words would reach beyond the row.
-  template <typename P>
-  __device__ bool load_words(const P* data, int i, Compute<T> (&x)[kVec]) const {
-    if constexpr (sizeof(P) != sizeof(T) || sizeof(P) != 2) {
-      return false;
-    } else {
-      if (column(i) <= 0 || column(i) + kVec >= columns_) return false;
-      const int half = reinterpret_cast<uintptr_t>(data) / 2 % 2 * 16;
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(data - half / 16);
-      Packed<T> v;
-      uint32_t low = words[0];
-#pragma unroll
-      for (int k = 0; k < Packed<T>::kWords; ++k) {
-        const uint32_t high = words[k + (k + 1 < Packed<T>::kWords || half != 0 ? 1 : 0)];
-        v.words[k] = static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> half);
-        low = high;
-      }
-      unpack<T, kVec>(v, x);
-      return true;
     }
   }
 

@@ -1,6 +1,7 @@
 // Shared memory of rows that stream through it: the host counts what row_pipeline.cuh lays out.
 #pragma once
 
+#include "dtype.h"
 #include "iteration.h"
 #include "launch.h"
 
