@@ -55,7 +55,7 @@ struct NormBwdParams {
   NormParameter dbias;
 };
 
-// A launch. On the register path blocks are persistent: with the other blocks of its cluster, each
+// A launch. On the pipeline path blocks are persistent: with the other blocks of its cluster, each
 // takes every `groups`-th set of rows_per_block rows.
 struct NormConfig {
   RowConfig row;

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from emulator import CSRC, HERE, build, find_compiler
+from norm_emulator import NormEmulator
 from pointwise_emulator import Emulator
 
 
@@ -27,3 +28,8 @@ def build_family(build_library: Callable[..., Path]) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def emulator(build_family: Callable[[str], Path]) -> Emulator:
     return Emulator(build_family("pointwise"))
+
+
+@pytest.fixture
+def norm(build_family: Callable[[str], Path]) -> NormEmulator:
+    return NormEmulator(build_family("norm"))
