@@ -4,7 +4,7 @@
 //   y = (h - mean) * rstd * (weight + offset) + bias, rstd = 1 / sqrt(var + eps)
 //
 // RMSNorm: mean = 0, var = mean of h^2, no bias (Zhang & Sennrich, arXiv:1910.07467). LayerNorm:
-// var = mean of (h - mean)^2, two-pass (Ba, Kiros & Hinton, arXiv:1607.06450).
+// var = mean of (h - mean)^2, in two passes (Ba, Kiros & Hinton, arXiv:1607.06450).
 //
 // Bound by memory. The forward reads x once and writes y once: 4 bytes an element for 16-bit types,
 // 8 with a residual. A row at work is in registers, as the raw 16-byte vectors, above 16,384

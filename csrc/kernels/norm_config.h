@@ -87,7 +87,9 @@ inline NormConfig choose_norm_config(const NormParams& params, const DeviceTrait
   // A row in one block up to 512 threads: 263 instead of 279 by a cluster of two (16,384 columns).
   // LayerNorm, which synchronises twice, gains by the cluster: 298 instead of 307.
   RowConfig& row = config.row;
-  const int most_threads = aligned ? kWideRowThreads : kUnalignedRowThreads;
+  // More threads than kRowThreads only in clusters: norm_kernel has no registers for them.
+  const int in_clusters = aligned ? kWideRowThreads : kUnalignedRowThreads;
+  const int most_threads = device.clusters ? in_clusters : kRowThreads;
   const int usual_threads = is_rms ? std::min(kRowThreads, most_threads) : kRowThreads / 2;
   row = choose_row_config(params.rows, params.columns, params.dtype, aligned, kNormItems, device,
                           most_threads, usual_threads);

@@ -25,7 +25,7 @@ struct RowMatrix {
 };
 
 // Threads of a block that hold a row: with 64 registers each, two such blocks fill an SM. Twice as
-// many where a row is too long for 16 blocks of these.
+// many where a row is too long for a cluster of 16 blocks of these.
 constexpr int kRowThreads = 512;
 constexpr int kWideRowThreads = 1024;
 // A block's threads where a row needs fewer.
