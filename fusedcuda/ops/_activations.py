@@ -60,9 +60,8 @@ def apply_activation(z: Tensor, code: int) -> Tensor:
 def activation_gradient(upstream: Tensor, z: Tensor, code: int) -> Tensor:
     """``upstream * act'(z)`` in the dtype of ``z``.
 
-    ``sigmoid(-u)`` stands for ``1 - sigmoid(u)``, which would cancel. As in torch, a ReLU selects
-    instead of multiplying (an infinite gradient of a clipped element is 0, not NaN), and a NaN
-    passes it with derivative one.
+    As in torch, a ReLU selects instead of multiplying (an infinite gradient of a clipped element is
+    0, not NaN), and a NaN passes it with derivative one.
     """
     match _NAMES[code]:
         case "none":
@@ -72,7 +71,8 @@ def activation_gradient(upstream: Tensor, z: Tensor, code: int) -> Tensor:
         case "relu_squared":
             return torch.where(z <= 0, 0.0, 2.0 * z * upstream)
         case "sigmoid":
-            return upstream * torch.sigmoid(z) * torch.sigmoid(-z)
+            s = torch.sigmoid(z)
+            return upstream * s * _complement(z, s)
         case "tanh":
             return upstream * (1.0 - torch.tanh(z).square())
         case "gelu":
@@ -82,7 +82,15 @@ def activation_gradient(upstream: Tensor, z: Tensor, code: int) -> Tensor:
             u = 2.0 * _GELU_ALPHA * (z + _GELU_BETA * z**3)
             slope = 2.0 * _GELU_ALPHA * (1.0 + 3.0 * _GELU_BETA * z * z)
             s = torch.sigmoid(u)
-            return upstream * (s + z * s * torch.sigmoid(-u) * slope)
+            return upstream * (s + z * s * _complement(u, s) * slope)
         case _:
             s = torch.sigmoid(z)
-            return upstream * (s + z * s * torch.sigmoid(-z))
+            return upstream * (s + z * s * _complement(z, s))
+
+
+def _complement(u: Tensor, s: Tensor) -> Tensor:
+    """``1 - s`` of ``s = sigmoid(u)``: ``sigmoid(-u)`` where the difference would cancel.
+
+    Where it does not, the errors of the two factors of ``s * (1 - s)`` cancel instead.
+    """
+    return torch.where(s < 2 / 3, 1.0 - s, torch.sigmoid(-u))
