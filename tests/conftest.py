@@ -1,5 +1,6 @@
 """Fixtures shared by every test: the device, the seed, and what to skip where there is no GPU."""
 
+import gc
 import os
 import random
 import zlib
@@ -76,3 +77,18 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def memory() -> Iterator[Callable[[float], None]]:
+    """Skips where the card lacks the memory, and gives it back after the test."""
+
+    def need(gibibytes: float) -> None:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if free < gibibytes * 2**30:
+            pytest.skip(f"needs {gibibytes} GiB of free GPU memory, found {free / 2**30:.1f}")
+
+    yield need
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,7 +1,5 @@
 """What only a GPU shows: streams, graphs, devices, memory, and sizes beyond 2^31 elements."""
 
-import gc
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,21 +23,6 @@ pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
 TWO_TO_31 = 1 << 31
-
-
-@pytest.fixture
-def memory():
-    """Skips where the card lacks the memory, and gives it back after the test."""
-
-    def need(gibibytes: float) -> None:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        if free < gibibytes * GIB:
-            pytest.skip(f"needs {gibibytes} GiB of free GPU memory, found {free / GIB:.1f}")
-
-    yield need
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 # ---------------------------------------------------------------------------- the library is used

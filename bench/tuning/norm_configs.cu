@@ -67,7 +67,7 @@ RowConfig spread(const RowConfig& chosen, int64_t columns, int items, int thread
   RowConfig config = chosen;
   const int64_t vectors = ceil_div(columns, chosen.vec);
   config.items = items;
-  config.cluster = next_power_of_two(ceil_div(vectors, int64_t{threads} * items));
+  config.cluster = static_cast<int>(next_power_of_two(ceil_div(vectors, int64_t{threads} * items)));
   const int64_t needed = ceil_div(vectors, int64_t{items} * config.cluster);
   config.threads_per_row = static_cast<int>(ceil_div(needed, kWarpSize) * kWarpSize);
   config.rows_per_block = rows_per_block;

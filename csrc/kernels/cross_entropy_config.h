@@ -35,7 +35,8 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyParams& 
   if (params.reduction == Reduction::kNone) return config;
   const int64_t blocks = ceil_div(std::max<int64_t>(params.rows, 1), kTotalsRows);
   const int most_blocks = device.clusters ? kMaxCluster : 1;
-  config.totals_cluster = next_power_of_two(std::min<int64_t>(blocks, most_blocks));
+  config.totals_cluster =
+      static_cast<int>(next_power_of_two(std::min<int64_t>(blocks, most_blocks)));
   config.totals_first = params.reduction == Reduction::kMean && params.gradient.data != nullptr;
   config.workspace_size = std::max<int64_t>(params.rows, 1);  // a pointer also of no rows
   return config;

@@ -21,7 +21,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "common/launch.h"
+#include "common/row_launch.cuh"
 #include "norm_bwd.cuh"
 #include "norm_config.h"
 #include "norm_fwd.cuh"
@@ -34,31 +34,15 @@ namespace fusedcuda {
 
 namespace norm {
 
-LaunchOptions options_of(const RowConfig& config, size_t shared_bytes) {
-  LaunchOptions options;
-  options.dependent = config.dependent_launch;
-  options.cluster = config.cluster;
-  options.shared_bytes = shared_bytes;
-  return options;
-}
-
-template <typename Kernel, typename... Args>
-cudaError_t start(Kernel kernel, const RowConfig& config, size_t shared_bytes, cudaStream_t stream,
-                  const Args&... args) {
-  const dim3 grid(static_cast<unsigned>(config.blocks));
-  const dim3 block(config.threads_per_row, config.rows_per_block);
-  return launch(kernel, grid, block, options_of(config, shared_bytes), stream, args...);
-}
-
 template <typename T>
 cudaError_t forward(const NormParams& p, const NormConfig& config, cudaStream_t stream) {
   const RowConfig& row = config.row;
   if (row.path == RowPath::kStream) {
-    return start(norm_stream_kernel<T>, row, config.shared_bytes, stream, p);
+    return launch_rows_with(norm_stream_kernel<T>, row, config.shared_bytes, stream, p);
   }
   if constexpr (!std::is_same_v<T, double>) {
     auto start = [&](auto kernel) {
-      return norm::start(kernel, row, config.shared_bytes, stream, p);
+      return launch_rows_with(kernel, row, config.shared_bytes, stream, p);
     };
     // The unaligned kernel looks for a residual itself: fewer kernels to compile.
     const bool residual = p.residual.data != nullptr;
@@ -72,9 +56,9 @@ cudaError_t forward(const NormParams& p, const NormConfig& config, cudaStream_t 
     auto choose_items = [&](auto centered) {
       constexpr bool kCentered = decltype(centered)::value;
       if (row.path == RowPath::kPipeline) {
-        return norm::start(row.aligned ? norm_pipeline_kernel<T, kNormItems, true, kCentered>
-                                       : norm_pipeline_kernel<T, kNormItems, false, kCentered>,
-                           row, config.shared_bytes, stream, p, config.stages);
+        return launch_rows_with(row.aligned ? norm_pipeline_kernel<T, kNormItems, true, kCentered>
+                                            : norm_pipeline_kernel<T, kNormItems, false, kCentered>,
+                                row, config.shared_bytes, stream, p, config.stages);
       }
       return row.items == 1 ? choose(std::integral_constant<int, 1>(), centered)
                             : choose(std::integral_constant<int, kNormItems>(), centered);
@@ -108,7 +92,7 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
     next += config.partials * p.columns;
   }
   auto start_rows = [&](auto kernel, size_t shared, const auto&... args) {
-    return norm::start(kernel, row, shared, stream, args...);
+    return launch_rows_with(kernel, row, shared, stream, args...);
   };
   cudaError_t status = cudaSuccess;
   if (row.path == RowPath::kStream) {
@@ -189,32 +173,18 @@ cudaError_t norm_device_traits(DeviceTraits* traits) {
 
 cudaError_t launch_norm(const NormParams& params, const NormConfig& config, cudaStream_t stream) {
   if (config.row.path == RowPath::kEmpty) return cudaSuccess;
-  switch (params.dtype) {
-    case DType::kFloat64:
-      return norm::forward<double>(params, config, stream);
-    case DType::kFloat32:
-      return norm::forward<float>(params, config, stream);
-    case DType::kFloat16:
-      return norm::forward<__half>(params, config, stream);
-    default:
-      return norm::forward<__nv_bfloat16>(params, config, stream);
-  }
+  return with_type(params.dtype, [&](auto type) {
+    return norm::forward<typename decltype(type)::type>(params, config, stream);
+  });
 }
 
 // No rows: the binding fills the parameters' gradients with zeros.
 cudaError_t launch_norm_bwd(const NormBwdParams& params, const NormConfig& config, void* workspace,
                             cudaStream_t stream) {
   if (config.row.path == RowPath::kEmpty) return cudaSuccess;
-  switch (params.dtype) {
-    case DType::kFloat64:
-      return norm::backward<double>(params, config, workspace, stream);
-    case DType::kFloat32:
-      return norm::backward<float>(params, config, workspace, stream);
-    case DType::kFloat16:
-      return norm::backward<__half>(params, config, workspace, stream);
-    default:
-      return norm::backward<__nv_bfloat16>(params, config, workspace, stream);
-  }
+  return with_type(params.dtype, [&](auto type) {
+    return norm::backward<typename decltype(type)::type>(params, config, workspace, stream);
+  });
 }
 
 }  // namespace fusedcuda

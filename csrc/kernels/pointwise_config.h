@@ -17,12 +17,6 @@ constexpr int kSumTileX = 32;
 
 constexpr int64_t kMaxGridY = 65535;
 
-inline int64_t next_power_of_two(int64_t n) {
-  int64_t p = 1;
-  while (p < n) p *= 2;
-  return p;
-}
-
 inline int vector_width_of(DType dtype) {
   return dtype == DType::kFloat64 ? 1 : kVectorBytes / size_of(dtype);
 }

@@ -17,6 +17,12 @@ constexpr int kMaxTensors = 7;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+inline int64_t next_power_of_two(int64_t n) {
+  int64_t p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
 // Quotient and remainder by a run-time constant with one multiplication. floor(n * floor(2^64 / d)
 // / 2^64) is the quotient or one less, so a single correction makes it exact for every n >= 0.
 struct Divider {

@@ -97,12 +97,6 @@ inline bool is_aligned(const void* data) {
   return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
 }
 
-inline int next_power_of_two(int64_t n) {
-  int power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
-
 // `most_items`: the largest number of vectors a thread may hold. `most_threads`: kRowThreads or
 // kWideRowThreads. `usual_threads`: from there on more blocks share a row, up to 16. float64 is
 // streamed: it is there for gradcheck, not for speed.
@@ -131,12 +125,13 @@ inline RowConfig choose_row_config(int64_t rows, int64_t columns, DType dtype, b
   config.items = one_item ? 1 : most_items > 4 && vectors <= kRowThreads / 2 * 4 ? 4 : most_items;
   const int64_t usual_vectors = int64_t{usual_threads} * config.items;
   if (!one_item && vectors > usual_vectors && device.clusters) {
-    config.cluster = std::min(next_power_of_two(ceil_div(vectors, usual_vectors)), kMaxCluster);
+    const int64_t blocks = next_power_of_two(ceil_div(vectors, usual_vectors));
+    config.cluster = static_cast<int>(std::min<int64_t>(blocks, kMaxCluster));
   }
   const int64_t threads = ceil_div(vectors, int64_t{config.items} * config.cluster);
-  config.threads_per_row = threads <= kWarpSize
-                               ? (config.cluster > 1 ? kWarpSize : next_power_of_two(threads))
-                               : static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
+  const bool in_a_warp = threads <= kWarpSize && config.cluster == 1;
+  config.threads_per_row = static_cast<int>(in_a_warp ? next_power_of_two(threads)
+                                                      : ceil_div(threads, kWarpSize) * kWarpSize);
   config.rows_per_block = std::max(1, kRowBlockThreads / config.threads_per_row);
   config.blocks = ceil_div(rows, config.rows_per_block) * config.cluster;
   return config;

@@ -9,17 +9,24 @@
 
 namespace fusedcuda {
 
-// Blocks of (threads_per_row, rows_per_block) threads, whose reductions are of type Value.
-template <typename Value, typename... Params, typename... Args>
-cudaError_t launch_rows(void (*kernel)(Params...), const RowConfig& config, cudaStream_t stream,
-                        const Args&... args) {
+// Blocks of (threads_per_row, rows_per_block) threads.
+template <typename... Params, typename... Args>
+cudaError_t launch_rows_with(void (*kernel)(Params...), const RowConfig& config,
+                             size_t shared_bytes, cudaStream_t stream, const Args&... args) {
   LaunchOptions options;
   options.dependent = config.dependent_launch;
   options.cluster = config.cluster;
-  options.shared_bytes = config.scratch_bytes(sizeof(Value));
+  options.shared_bytes = shared_bytes;
   const dim3 grid(static_cast<unsigned>(config.blocks));
   const dim3 block(config.threads_per_row, config.rows_per_block);
   return launch(kernel, grid, block, options, stream, args...);
+}
+
+// With shared memory for nothing but reductions, of type Value.
+template <typename Value, typename... Params, typename... Args>
+cudaError_t launch_rows(void (*kernel)(Params...), const RowConfig& config, cudaStream_t stream,
+                        const Args&... args) {
+  return launch_rows_with(kernel, config, config.scratch_bytes(sizeof(Value)), stream, args...);
 }
 
 template <typename T>
