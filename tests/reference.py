@@ -135,9 +135,11 @@ def assert_as_good_as_eager(
 
     Every element: one ulp, plus 32 roundings of the arithmetic (fp32, or fp64 where the op's output
     is fp64) relative to `magnitude`, the sum of the absolute values of the terms that were added
-    up. As a whole: the largest error and the root of the summed squares are each at most twice
-    those of the eager op, plus one ulp. Fewer than 256 elements are too few to judge the eager op
-    by, and in float64 the eager op is the reference; there the first rule stands alone.
+    up. As a whole, of at least 256 elements: the root of the summed squares and the largest error
+    are each at most twice those of the eager op, plus one ulp. The largest of fewer than 20,000 is
+    luck, and four times the eager op's pass: of two equally exact log-softmax gradients of 1,400
+    elements, twice is broken once in 1,300 calls. In float64 the eager op is the reference, and the
+    first rule stands alone.
 
     `computed_for` is the dtype of the arithmetic or, of a pointwise op, that of its output. An ulp
     is that of the coarser one of it and `actual`: the gradient of a 0-d float64 operand beside a
@@ -168,11 +170,14 @@ def assert_as_good_as_eager(
 
     if not in_double and actual.numel() >= 256:
         eager_error = (eager.to(expected.device).double() - expected).abs()
-        for norm, order in (("largest error", torch.inf), ("2-norm of the error", 2)):
+        for norm, order, factor in (
+            ("2-norm of the error", 2, 2),
+            ("largest error", torch.inf, 2 if actual.numel() >= 20_000 else 4),
+        ):
             ours, theirs, allowance = (
                 torch.linalg.vector_norm(e, order).item() for e in (error, eager_error, one_ulp)
             )
-            assert ours <= 2 * theirs + allowance, (
+            assert ours <= factor * theirs + allowance, (
                 f"{name} ({dtype}): {norm} {ours:.3g}, eager {theirs:.3g}, one ulp {allowance:.3g}"
             )
 
