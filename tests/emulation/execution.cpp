@@ -40,6 +40,12 @@ std::string state(const Thread& thread) {
       return text("thread", thread.index) + " waits for its warp in line " + line;
     case Wait::kCluster:
       return text("thread", thread.index) + " waits at the cluster's barrier";
+    case Wait::kBarrierObject:
+      return text("thread", thread.index) + " waits for the barrier at byte " +
+             std::to_string(thread.hopper.barrier) + " of shared memory";
+    case Wait::kNamed:
+      return text("thread", thread.index) + " waits at barrier " +
+             std::to_string(thread.hopper.named);
     case Wait::kMailbox:
       return text("thread", thread.index) + " waits for " + describe_mail(thread) + after_line;
     default:
@@ -59,6 +65,7 @@ void run_thread() {
   for (;;) {
     (*thread_function)();
     if (!current->copies.empty()) complain(" ends with copies that nobody has waited for");
+    if (const char* error = find_hopper_error(*current)) complain(error);
     if (current->arrivals != current->waits)
       complain(" ends without cluster_wait() behind its last cluster_arrive()");
     current->wait = Wait::kEnd;
@@ -80,6 +87,8 @@ void resume(Thread& thread) {
 bool wait_for_the_same(const Thread& a, const Thread& b) {
   const bool line_matters = a.wait == Wait::kBarrier || a.wait == Wait::kWarp;
   if (a.wait == Wait::kMailbox && b.wait == a.wait) return a.mailbox == b.mailbox;
+  if (a.wait == Wait::kBarrierObject && b.wait == a.wait)
+    return a.hopper.barrier == b.hopper.barrier;
   return a.wait == b.wait && (!line_matters || a.line == b.line);
 }
 
@@ -153,7 +162,7 @@ bool next_turn() {
     release(Wait::kPreviousKernel);
     return true;
   }
-  return any_can_run() || release(Wait::kTurn) || deliver_mail();
+  return any_can_run() || release(Wait::kTurn) || deliver_mail() || deliver_boxes();
 }
 
 [[noreturn]] void fail_diverged(const Thread& a, const Thread& b) {
@@ -192,6 +201,7 @@ void check_shared_memory(const Block& block) {
   blockIdx = block.index;
   if (!block.shared->is_intact()) fail("the threads wrote behind their dynamic shared memory");
   if (const char* error = find_mail_error(block)) fail(error);
+  if (const char* error = find_hopper_error(block)) fail(error);
   for (const auto& thread : block.threads) {
     if (thread->waits >= block.waits_needed) return;
   }
@@ -203,10 +213,12 @@ void start(Block& block) {
     thread->wait = Wait::kNothing;
     thread->arrivals = thread->waits = thread->groups = 0;
     thread->line = 0;
+    thread->hopper = {};
   }
   block.shared->fill();
   block.static_shared.reset();
   block.mailboxes = {};
+  block.hopper = {};
   block.waits_needed = 0;
 }
 
@@ -218,6 +230,7 @@ void run_cluster(uint3 first) {
     start(*block);
   }
   cluster.arrived = cluster.completed = 0;
+  cluster.loads.clear();
   do {
     for (unsigned i = 0; i < size; ++i) run_block(*cluster.blocks[in_order(i, size)]);
   } while (next_turn());

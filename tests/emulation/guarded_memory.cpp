@@ -20,7 +20,8 @@ size_t guard_size() { return 64 * sysconf(_SC_PAGESIZE); }
 GuardedMemory::GuardedMemory(size_t size, Kind kind) : size_(size) {
   const size_t page = sysconf(_SC_PAGESIZE);
   const size_t guard = guard_size();
-  const size_t padded = (size + 15) / 16 * 16;
+  const size_t alignment = kind == kShared ? 1024 : 16;
+  const size_t padded = (size + alignment - 1) / alignment * alignment;
   mapped_ = (padded + page - 1) / page * page + 2 * guard;
   void* pages = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (pages == MAP_FAILED) throw std::runtime_error("no memory");

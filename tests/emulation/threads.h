@@ -9,6 +9,7 @@
 
 #include "fiber.h"
 #include "guarded_memory.h"
+#include "hopper.h"
 #include "mailbox.h"
 #include "static_shared.h"
 
@@ -21,6 +22,8 @@ enum class Wait {
   kPreviousKernel,
   kCluster,
   kMailbox,
+  kBarrierObject,  // an Mbarrier
+  kNamed,          // a named barrier
   kTurn,  // the last thread to arrive at the cluster's barrier lets the others pass it first
   kEnd,
 };
@@ -49,6 +52,7 @@ struct Thread {
   unsigned arrivals = 0;     // at the cluster's barrier
   unsigned waits = 0;        // that are over, there
   size_t mailbox = 0;        // that it waits for; its offset in dynamic shared memory
+  HopperThread hopper;
 };
 
 struct Block {
@@ -59,13 +63,15 @@ struct Block {
   std::unique_ptr<GuardedMemory> shared;                // dynamic
   StaticShared static_shared;
   Mailboxes mailboxes;
+  HopperBlock hopper;
   unsigned waits_needed = 0;  // at the cluster's barrier, before the block may end
 };
 
 struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
-  unsigned arrived = 0;    // threads, at its barrier
-  unsigned completed = 0;  // times that all have
+  unsigned arrived = 0;     // threads, at its barrier
+  unsigned completed = 0;   // times that all have
+  std::vector<Load> loads;  // under way
 };
 
 extern bool reversed;

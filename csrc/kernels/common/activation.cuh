@@ -119,6 +119,25 @@ constexpr double kGeluAlpha = 0.79788456080286535588;  // sqrt(2 / pi)
 constexpr double kGeluBeta = 0.044715;
 constexpr double kInvSqrtTwoPi = 0.39894228040143267794;
 
+// s(z), z * s(u(z)) and z * s(z): one piece of code for sigmoid, gelu_tanh and silu, which is much
+// of a kernel's size.
+template <bool kFast, int kVec, typename C>
+__device__ __forceinline__ void activate_by_sigmoid(Activation activation, const C (&z)[kVec],
+                                                    const C (&upstream)[kVec], C (&t)[kVec],
+                                                    C (&dz)[kVec]) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    C u = z[j], slope = C(1), s, c;
+    if (activation == Activation::kGeluTanh) {
+      u = C(2 * kGeluAlpha) * (z[j] + C(kGeluBeta) * z[j] * z[j] * z[j]);
+      slope = C(2 * kGeluAlpha) * (C(1) + C(3 * kGeluBeta) * z[j] * z[j]);
+    }
+    Math<kFast>::sigmoid(u, &s, &c);
+    t[j] = activation == Activation::kSigmoid ? s : z[j] * s;
+    dz[j] = upstream[j] * (activation == Activation::kSigmoid ? s * c : s + z[j] * s * c * slope);
+  }
+}
+
 // t = act(z) and dz = upstream * act'(z). What the caller does not use is not computed. A ReLU
 // selects instead of multiplying, so that an infinite gradient of a clipped element is 0 and not
 // NaN, as in torch.
@@ -171,20 +190,7 @@ __device__ __forceinline__ void activate(Activation activation, const C (&z)[kVe
     case Activation::kSigmoid:
     case Activation::kGeluTanh:
     case Activation::kSilu:
-      // s(z), z * s(u(z)) and z * s(z): one piece of code for the three, which is much of a
-      // kernel's size.
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        C u = z[j], slope = C(1), s, c;
-        if (activation == Activation::kGeluTanh) {
-          u = C(2 * kGeluAlpha) * (z[j] + C(kGeluBeta) * z[j] * z[j] * z[j]);
-          slope = C(2 * kGeluAlpha) * (C(1) + C(3 * kGeluBeta) * z[j] * z[j]);
-        }
-        M::sigmoid(u, &s, &c);
-        t[j] = activation == Activation::kSigmoid ? s : z[j] * s;
-        dz[j] =
-            upstream[j] * (activation == Activation::kSigmoid ? s * c : s + z[j] * s * c * slope);
-      }
+      activate_by_sigmoid<kFast>(activation, z, upstream, t, dz);
       return;
   }
 }

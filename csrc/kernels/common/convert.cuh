@@ -6,6 +6,10 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
 #include "dtype.h"
 
 namespace fusedcuda {
@@ -44,6 +48,20 @@ __device__ __forceinline__ __half from_compute<__half>(float x) {
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_compute<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
+}
+
+// Two elements of 2 bytes in a register, the first one in the lower half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float first, float second) {
+  uint32_t bits;
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    memcpy(&bits, &pair, sizeof(bits));
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    memcpy(&bits, &pair, sizeof(bits));
+  }
+  return bits;
 }
 
 }  // namespace fusedcuda

@@ -20,6 +20,7 @@ struct DeviceTraits {
   int num_sms = 132;  // H200
   bool dependent_launch = true;
   bool clusters = true;  // thread-block clusters of up to 16 blocks
+  bool wgmma = true;     // Hopper's own matrix products, for which it has to be compiled (9.0a)
   // Clusters of 1, 2, 4, 8 and 16 blocks that run at the same time, with one block on an SM and
   // with two. A cluster sits on one GPC, and GPCs differ in size (H200).
   int resident_clusters[2][5] = {{132, 66, 30, 15, 7}, {264, 132, 64, 32, 14}};
@@ -62,6 +63,9 @@ cudaError_t describe_device(void (*kernel)(Params...), DeviceTraits* traits) {
   status = cudaFuncGetAttributes(&attributes, kernel);
   traits->dependent_launch = status == cudaSuccess && attributes.ptxVersion >= 90;
   traits->clusters = traits->dependent_launch;
+  int major = 0;
+  status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  traits->wgmma = status == cudaSuccess && major == 9 && attributes.binaryVersion == 90;
   return status;
 }
 

@@ -6,13 +6,13 @@
 
 namespace fusedcuda {
 
-// Where the block's dynamic shared memory starts, aligned to 16 bytes. What it holds is undefined
+// Where the block's dynamic shared memory starts, aligned to 1024 bytes (tensor_map.h). What it holds is undefined
 // until somebody writes it.
 __device__ __forceinline__ void* dynamic_shared() {
 #ifdef FUSEDCUDA_EMULATION
   return ::emulation::dynamic_shared();
 #else
-  extern __shared__ __align__(16) unsigned char fusedcuda_dynamic_shared[];
+  extern __shared__ __align__(1024) unsigned char fusedcuda_dynamic_shared[];
   return fusedcuda_dynamic_shared;
 #endif
 }

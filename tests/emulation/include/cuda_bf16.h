@@ -16,6 +16,10 @@ inline float __bfloat162float(__nv_bfloat16 x) {
   return result;
 }
 
+struct alignas(4) __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+
 // To the nearest, ties to even.
 inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if (std::isnan(x)) return {0x7fff};
@@ -23,4 +27,13 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   std::memcpy(&bits, &x, sizeof(bits));
   bits += 0x7fff + (bits >> 16 & 1);
   return {static_cast<uint16_t>(bits >> 16)};
+}
+
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
+
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __floats2bfloat162_rn(__bfloat162float(a.x) * __bfloat162float(b.x),
+                               __bfloat162float(a.y) * __bfloat162float(b.y));
 }

@@ -34,3 +34,16 @@ inline __half __float2half_rn(float x) {
   const int fraction = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
   return {static_cast<uint16_t>(sign | (((exponent + 14) << 10) + fraction))};
 }
+
+struct alignas(4) __half2 {
+  __half x, y;
+};
+
+inline __half2 __floats2half2_rn(float x, float y) {
+  return {__float2half_rn(x), __float2half_rn(y)};
+}
+
+inline __half2 __hmul2(__half2 a, __half2 b) {
+  return __floats2half2_rn(__half2float(a.x) * __half2float(b.x),
+                           __half2float(a.y) * __half2float(b.y));
+}

@@ -37,6 +37,9 @@ struct dim3 : uint3 {
 struct alignas(8) float2 {
   float x, y;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -88,6 +91,27 @@ void mailbox_init(uint64_t* barrier);
 void mailbox_expect(uint64_t* barrier, int bytes);
 void mailbox_send(void* slot, uint64_t* barrier, unsigned rank, const void* value, size_t size);
 void mailbox_wait(uint64_t* barrier, unsigned parity);
+
+// Mbarrier, TMA and wgmma (csrc/kernels/common): hopper.cpp.
+void mbarrier_init(uint64_t* state, unsigned arrivals);
+void mbarrier_arrive(uint64_t* state, unsigned rank, unsigned bytes);
+void mbarrier_wait(uint64_t* state, unsigned parity);
+void named_barrier(int id, int threads);
+void load_box(const void* map, void* shared, uint64_t* barrier, int row, int column,
+              unsigned blocks);
+void store_box(const void* map, const void* shared, int row, int column);
+void fence_shared_for_copies();
+void commit_stores();
+void wait_for_stores(unsigned pending);
+uint64_t wgmma_factor(const void* shared, bool k_is_inner, int next_rows);
+uint64_t wgmma_advance(uint64_t factor, int values);
+void wgmma(float* sums, int n, uint64_t factor_a, uint64_t factor_b, bool accumulate, bool is_half);
+void wgmma(float* sums, int n, const uint32_t (&a)[4], uint64_t factor_b, bool accumulate,
+           bool is_half);
+void wgmma_commit();
+void wgmma_wait(unsigned pending);
+void load_matrices(const void* row, bool transposed, uint32_t (&values)[4]);
+void store_matrices(void* row, const uint32_t (&values)[4]);
 
 // The value of lane `source`; of the lane itself if that lies outside of [first, last).
 template <typename T>
@@ -222,6 +246,7 @@ inline cudaError_t cudaGetDevice(int* device) {
 
 // The GPU is an H200.
 enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor = 9,
   cudaDevAttrMultiProcessorCount = 132,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 227 << 10,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor = 228 << 10,
@@ -232,11 +257,11 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 
 struct cudaFuncAttributes {
-  int ptxVersion;
+  int ptxVersion, binaryVersion;
 };
 template <typename... Params>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Params...)) {
-  attributes->ptxVersion = 90;
+  attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;
 }
 

@@ -1,0 +1,366 @@
+// Times linear_act.cu's Hopper kernels with many tiles beside cuBLASLt, to choose the tiles.
+//
+//   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels -lcublasLt \
+//     -o build/linear_act_tuning bench/tuning/linear_act_configs.cu && build/linear_act_tuning
+//
+// bf16. A line a shape and kernel: the median of interleaved rounds in microseconds, TFLOP/s, and
+// the largest difference from cuBLASLt's result; cuBLASLt's own lines are its first choice and the
+// best of the eight that it proposes.
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "linear_act.cu"
+
+using namespace fusedcuda;
+using T = __nv_bfloat16;
+
+#define CHECK(call)                                                       \
+  do {                                                                    \
+    const int status = static_cast<int>(call);                            \
+    if (status != 0) {                                                    \
+      std::fprintf(stderr, "%s: %d %s\n", #call, status,                  \
+                   cudaGetErrorString(static_cast<cudaError_t>(status))); \
+      std::exit(1);                                                       \
+    }                                                                     \
+  } while (0)
+
+namespace {
+
+constexpr int kRounds = 7, kCallsPerRound = 8;
+
+__global__ void fill(T* data, int64_t n, unsigned seed, float scale) {
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
+    unsigned x = static_cast<unsigned>(i) * 2654435761u + seed;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    data[i] = __float2bfloat16_rn(((x & 0xffff) / 32768.0f - 1.0f) * scale);
+  }
+}
+
+__global__ void compare(const T* a, const T* b, int64_t n, float* largest) {
+  float most = 0;
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
+    const float difference = fabsf(__bfloat162float(a[i]) - __bfloat162float(b[i]));
+    most = difference <= most ? most : difference;  // a NaN stays
+  }
+  atomicMax(reinterpret_cast<int*>(largest), __float_as_int(fabsf(most)));
+}
+
+T* random_values(int64_t n, unsigned seed, float scale = 1) {
+  T* data;
+  CHECK(cudaMalloc(&data, n * sizeof(T)));
+  fill<<<1024, 256>>>(data, n, seed, scale);
+  return data;
+}
+
+float difference(const T* a, const T* b, int64_t n) {
+  float* largest;
+  CHECK(cudaMallocManaged(&largest, sizeof(float)));
+  *largest = 0;
+  compare<<<1024, 256>>>(a, b, n, largest);
+  CHECK(cudaDeviceSynchronize());
+  const float result = *largest;
+  CHECK(cudaFree(largest));
+  return result;
+}
+
+struct Contender {
+  std::string name;
+  std::function<void()> call;
+  std::function<float()> error;
+  std::vector<double> times;
+};
+
+void race(const char* shape, double flops, std::vector<Contender>& contenders) {
+  cudaEvent_t start, end;
+  CHECK(cudaEventCreate(&start));
+  CHECK(cudaEventCreate(&end));
+  for (Contender& c : contenders) {
+    c.call();
+    CHECK(cudaDeviceSynchronize());
+  }
+  std::vector<float> errors;
+  for (Contender& c : contenders) {
+    c.call();
+    errors.push_back(c.error());
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    for (Contender& c : contenders) {
+      c.call();
+      CHECK(cudaEventRecord(start));
+      for (int i = 0; i < kCallsPerRound; ++i) c.call();
+      CHECK(cudaEventRecord(end));
+      CHECK(cudaEventSynchronize(end));
+      float ms;
+      CHECK(cudaEventElapsedTime(&ms, start, end));
+      c.times.push_back(ms * 1e3 / kCallsPerRound);
+    }
+  }
+  for (size_t i = 0; i < contenders.size(); ++i) {
+    Contender& c = contenders[i];
+    std::sort(c.times.begin(), c.times.end());
+    const double us = c.times[kRounds / 2];
+    std::printf("%-28s %-34s %8.1f us (%7.1f-%7.1f) %6.1f TFLOP/s  difference %g\n", shape,
+                c.name.c_str(), us, c.times.front(), c.times.back(), flops / us * 1e-6, errors[i]);
+  }
+  std::fflush(stdout);
+}
+
+// --- cuBLASLt: row-major D[m, n] = op(A) op(B), as D^T = B^T A^T of column-major matrices
+
+struct Lt {
+  cublasLtHandle_t handle;
+  void* workspace;
+  static constexpr size_t kWorkspace = 32 << 20;
+
+  Lt() {
+    CHECK(cublasLtCreate(&handle));
+    CHECK(cudaMalloc(&workspace, kWorkspace));
+  }
+};
+
+struct LtProduct {
+  const Lt& lt;
+  cublasLtMatmulDesc_t operation;
+  cublasLtMatrixLayout_t a, b, d;
+  const void *a_data, *b_data;
+  void* d_data;
+  std::vector<cublasLtMatmulHeuristicResult_t> choices;
+
+  // Column-major: d[rows, columns] = a b, a transposed or not.
+  LtProduct(const Lt& lt, int64_t rows, int64_t columns, int64_t k, bool a_transposed,
+            const void* a_data, bool b_transposed, const void* b_data, void* d_data,
+            cublasLtEpilogue_t epilogue, const void* bias, void* mask, int64_t mask_bits)
+      : lt(lt), a_data(a_data), b_data(b_data), d_data(d_data), choices(8) {
+    CHECK(cublasLtMatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
+      CHECK(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof(value)));
+    };
+    set(CUBLASLT_MATMUL_DESC_TRANSA, a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+    if (bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    if (mask != nullptr) {
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, mask);
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, mask_bits);
+    }
+    auto layout = [](cublasLtMatrixLayout_t* layout, int64_t r, int64_t c) {
+      CHECK(cublasLtMatrixLayoutCreate(layout, CUDA_R_16BF, r, c, r));
+    };
+    a_transposed ? layout(&a, k, rows) : layout(&a, rows, k);
+    b_transposed ? layout(&b, columns, k) : layout(&b, k, columns);
+    layout(&d, rows, columns);
+    cublasLtMatmulPreference_t preference;
+    CHECK(cublasLtMatmulPreferenceCreate(&preference));
+    const size_t workspace = Lt::kWorkspace;
+    CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                               &workspace, sizeof(workspace)));
+    int found = 0;
+    CHECK(cublasLtMatmulAlgoGetHeuristic(lt.handle, operation, a, b, d, d, preference, 8,
+                                         choices.data(), &found));
+    choices.resize(found);
+  }
+
+  void run(size_t choice) const {
+    const float one = 1, zero = 0;
+    CHECK(cublasLtMatmul(lt.handle, operation, &one, a_data, a, b_data, b, &zero, d_data, d, d_data,
+                         d, &choices[choice].algo, lt.workspace, Lt::kWorkspace, nullptr));
+  }
+
+  size_t best() const {
+    cudaEvent_t start, end;
+    CHECK(cudaEventCreate(&start));
+    CHECK(cudaEventCreate(&end));
+    size_t best = 0;
+    float least = 1e30f;
+    for (size_t i = 0; i < choices.size(); ++i) {
+      run(i);
+      CHECK(cudaEventRecord(start));
+      for (int call = 0; call < kCallsPerRound; ++call) run(i);
+      CHECK(cudaEventRecord(end));
+      CHECK(cudaEventSynchronize(end));
+      float ms;
+      CHECK(cudaEventElapsedTime(&ms, start, end));
+      if (ms < least) least = ms, best = i;
+    }
+    return best;
+  }
+};
+
+// --- Forward
+
+template <typename Gemm>
+void add(const char* name, const LinearActParams& p, const DeviceTraits& device, int group,
+         const T* expected, std::vector<Contender>* contenders) {
+  LinearActConfig config;
+  config.tile_rows = Gemm::kTileRows;
+  config.tile_columns = Gemm::kTileColumns;
+  config.cluster = Gemm::kClusterBlocks;
+  config.group = group;
+  linear_act::set_blocks(p.m, p.n, device, &config);
+  contenders->push_back(
+      {std::string(name) + " group " + std::to_string(group),
+       [=] { CHECK(linear_act::run<Gemm>(p, config, nullptr)); },
+       [=] { return difference(static_cast<T*>(p.output.data), expected, p.m * p.n); },
+       {}});
+}
+
+void forward(const Lt& lt, int64_t m, int64_t n, int64_t k, Activation activation,
+             const DeviceTraits& device) {
+  T* x = random_values(m * k, 1);
+  T* weight = random_values(n * k, 2, 1.7f / std::sqrt(static_cast<float>(k)));
+  T* bias = random_values(n, 3);
+  T* expected = random_values(m * n, 4);
+  T* y = random_values(m * n, 5);
+  const LtProduct reference(
+      lt, n, m, k, true, weight, false, x, expected,
+      activation == Activation::kRelu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_GELU_BIAS,
+      bias, nullptr, 0);
+  LinearActParams p;
+  p.activation = activation;
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.a = {x, k, true};
+  p.b = {weight, k, true};
+  p.bias = bias;
+  p.output = {y, n};
+  std::vector<Contender> contenders;
+  const size_t best = reference.best();
+  auto no_error = [] { return 0.0f; };
+  contenders.push_back({"cublasLt", [&] { reference.run(0); }, no_error, {}});
+  contenders.push_back({"cublasLt best", [&, best] { reference.run(best); }, no_error, {}});
+  for (int group : {4, 16}) {
+    auto named = [&](auto gemm, const char* name) {
+      add<decltype(gemm)>(name, p, device, group, expected, &contenders);
+    };
+    named(HopperGemm<T, 128, 128, true, 1, 5, true, true>(), "turns 128x128 cluster 1");
+    named(HopperGemm<T, 128, 128, true, 2, 5, true, true>(), "turns 128x128 cluster 2");
+    named(HopperGemm<T, 128, 128, true, 4, 5, true, true>(), "turns 128x128 cluster 4");
+    named(HopperGemm<T, 64, 256, true, 2, 4, true, true>(), "turns 64x256 cluster 2");
+    named(HopperGemm<T, 64, 256, true, 4, 4, true, true>(), "turns 64x256 cluster 4");
+    named(HopperGemm<T, 64, 192, true, 4, 5, true, true>(), "turns 64x192 cluster 4");
+    named(HopperGemm<T, 64, 256, false, 1, 4, true, true>(), "together 128x256 cluster 1");
+    named(HopperGemm<T, 64, 256, false, 2, 4, true, true>(), "together 128x256 cluster 2");
+    named(HopperGemm<T, 64, 192, false, 2, 4, true, true>(), "together 128x192 cluster 2");
+    named(HopperGemm<T, 128, 128, false, 2, 4, true, true>(), "together 256x128 cluster 2");
+  }
+  char shape[100];
+  std::snprintf(shape, sizeof(shape), "forward %lldx%lldx%lld", static_cast<long long>(m),
+                static_cast<long long>(n), static_cast<long long>(k));
+  race(shape, 2.0 * m * n * k, contenders);
+  for (T* data : {x, weight, bias, expected, y}) CHECK(cudaFree(data));
+}
+
+// --- Gradient: a mask, or a derivative, against the two products alone (of dy itself)
+
+void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward saves,
+              const DeviceTraits& device) {
+  T* dy = random_values(m * n, 1);
+  T* x = random_values(m * k, 2);
+  T* weight = random_values(n * k, 3);
+  T* saved = random_values(m * n, 4);
+  T* dx = random_values(m * k, 5);
+  T* dweight = random_values(n * k, 6);
+  T* dbias = random_values(n, 7);
+  T* expected_dx = random_values(m * k, 8);
+  T* expected_dweight = random_values(n * k, 9);
+  T* dz = random_values(m * n, 10);
+  const LtProduct first(lt, k, m, n, false, weight, false, dz, expected_dx,
+                        CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr, 0);
+  const LtProduct second(lt, k, n, m, false, x, true, dz, expected_dweight,
+                         CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr, 0);
+  ActRowsParams rows;
+  rows.backward = rows.dependent = true;
+  rows.m = m;
+  rows.n = n;
+  rows.input = {dy, n};
+  rows.output = {dz, n};
+  rows.saves = saves;
+  rows.saved = saved;
+  LinearActBwdParams p;
+  p.saves = saves;
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.dy = {dy, n};
+  p.saved = saved;
+  p.x = {x, k};
+  p.weight = {weight, k};
+  p.dx = {dx, k};
+  p.dweight = dweight;
+  p.dbias = dbias;
+  const LinearActBwdConfig config = choose_linear_act_bwd_config(p, device);
+  void* workspace;
+  CHECK(cudaMalloc(&workspace, config.workspace_bytes));
+  LinearActBwdParams only_dx = p, only_dweight = p;
+  only_dx.dweight = only_dx.dbias = nullptr;
+  only_dweight.dx = {};
+  auto no_error = [] { return 0.0f; };
+  std::vector<Contender> contenders;
+  contenders.push_back({"cublasLt dz, dx, dweight",
+                        [&] {
+                          CHECK(launch_act_rows(rows, nullptr));
+                          first.run(0);
+                          second.run(0);
+                        },
+                        no_error,
+                        {}});
+  contenders.push_back(
+      {"cublasLt dx, dweight", [&] { first.run(0), second.run(0); }, no_error, {}});
+  contenders.push_back({"cublasLt dx", [&] { first.run(0); }, no_error, {}});
+  contenders.push_back({"cublasLt dweight", [&] { second.run(0); }, no_error, {}});
+  contenders.push_back({"dx, dweight, dbias",
+                        [&] { CHECK(launch_linear_act_bwd(p, config, workspace, nullptr)); },
+                        [&] {
+                          return std::max(difference(dx, expected_dx, m * k),
+                                          difference(dweight, expected_dweight, n * k));
+                        },
+                        {}});
+  contenders.push_back({"dx",
+                        [&] { CHECK(launch_linear_act_bwd(only_dx, config, workspace, nullptr)); },
+                        no_error,
+                        {}});
+  contenders.push_back(
+      {"dweight, dbias",
+       [&] { CHECK(launch_linear_act_bwd(only_dweight, config, workspace, nullptr)); },
+       no_error,
+       {}});
+  char shape[100];
+  std::snprintf(shape, sizeof(shape), "backward %lldx%lldx%lld", static_cast<long long>(m),
+                static_cast<long long>(n), static_cast<long long>(k));
+  race(shape, 4.0 * m * n * k, contenders);
+  for (T* data : {dy, x, weight, saved, dx, dweight, dbias, expected_dx, expected_dweight, dz})
+    CHECK(cudaFree(data));
+  CHECK(cudaFree(workspace));
+}
+
+}  // namespace
+
+int main() {
+  DeviceTraits device;
+  CHECK(linear_act_device_traits(&device));
+  std::printf("%d SMs, wgmma %d, cublasLt %zu\n", device.num_sms, device.wgmma,
+              cublasLtGetVersion());
+  const Lt lt;
+  forward(lt, 65536, 512, 16, Activation::kRelu, device);
+  forward(lt, 65536, 1024, 480, Activation::kRelu, device);
+  forward(lt, 65536, 1024, 480, Activation::kGeluTanh, device);
+  forward(lt, 8192, 3072, 768, Activation::kGeluTanh, device);
+  forward(lt, 8192, 4096, 1024, Activation::kGeluTanh, device);
+  forward(lt, 8192, 4096, 4096, Activation::kGeluTanh, device);
+  forward(lt, 8192, 14336, 4096, Activation::kGeluTanh, device);
+  backward(lt, 65536, 1024, 480, SavedForBackward::kMask, device);
+  backward(lt, 65536, 512, 16, SavedForBackward::kMask, device);
+  backward(lt, 8192, 3072, 768, SavedForBackward::kDerivative, device);
+  backward(lt, 8192, 4096, 1024, SavedForBackward::kDerivative, device);
+}

@@ -1,0 +1,125 @@
+// The factor a of a matrix product, multiplied element by element on its way from shared memory to
+// the tensor cores: by bits (the mask of a ReLU) or by elements (the derivative of another
+// activation). So dz = dy * act'(z) never exists in memory, though two products need it.
+//
+// The tensor cores take a from registers here. Other than in shared memory it can be changed there,
+// at the price of instructions that the other warpgroup's products hide.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "convert.cuh"
+#include "hopper_gemm.h"
+#include "launch.h"
+#include "tensor_map.h"
+#include "wgmma.cuh"
+
+namespace fusedcuda {
+
+// Products of pairs, rounded to T.
+template <typename T>
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  Pair x, y;
+  memcpy(&x, &a, sizeof(a));
+  memcpy(&y, &b, sizeof(b));
+  const Pair product = __hmul2(x, y);
+  uint32_t bits;
+  memcpy(&bits, &product, sizeof(bits));
+  return bits;
+}
+
+// All ones in each half of a word whose lowest bit is set. (The upper bits of the halves are
+// ignored.)
+__device__ __forceinline__ uint32_t halves_of_bits(uint32_t bits) {
+  return (bits & 0x00010001) * 0xffffu;
+}
+
+// 64 rows x 64 values of k of a, in the registers of a warpgroup: `words[k / 16]` as wgmma() takes
+// them.
+struct GemmFragments {
+  uint32_t words[kGemmK / kWgmmaK][4];
+};
+
+// Where a thread's fragments come from; the tile `a` lies as tensor_map.h says, k inner or rows
+// inner, `first_row` is a multiple of 64.
+template <bool kKInner>
+__device__ __forceinline__ void load_fragments(const unsigned char* a, int first_row,
+                                               GemmFragments* fragments) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize;
+  // Of the four 8x8 matrices, 1 and 3 are the lower rows, 2 and 3 the later k.
+  const int lower = lane / 8 % 2, later = lane / 16;
+#pragma unroll
+  for (int step = 0; step < kGemmK / kWgmmaK; ++step) {
+    if constexpr (kKInner) {
+      const int row = warp * 16 + lower * 8 + lane % 8;
+      const int chunk = (2 * step + later) ^ (row % 8);
+      load_matrices<false>(a + (first_row + row) * kSwizzleBytes + chunk * 16,
+                           fragments->words[step]);
+    } else {
+      const int k = step * kWgmmaK + later * 8 + lane % 8;
+      const int chunk = (2 * warp + lower) ^ (k % 8);
+      load_matrices<true>(a + (first_row + k) * kSwizzleBytes + chunk * 16, fragments->words[step]);
+    }
+  }
+}
+
+// The bits of a tile, in rows of 16 bytes: with k inner a row has the bits of 64 (or more) values
+// of k of one row of a, with rows inner those of 128 rows of a at one k.
+template <bool kKInner>
+__device__ __forceinline__ void mask_fragments(const unsigned char* mask, int first_row,
+                                               GemmFragments* fragments) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize;
+  const int row = first_row + warp * 16 + lane / 4, pair = 2 * (lane % 4);
+  if constexpr (kKInner) {
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      const uint2 bits =
+          *reinterpret_cast<const uint2*>(mask + (row + 8 * lower) * kByteBoxColumns);
+#pragma unroll
+      for (int step = 0; step < kGemmK / kWgmmaK; ++step) {
+#pragma unroll
+        for (int later = 0; later < 2; ++later) {
+          const uint32_t here =
+              (step < 2 ? bits.x : bits.y) >> (step % 2 * kWgmmaK + later * 8 + pair);
+          fragments->words[step][2 * later + lower] &= halves_of_bits((here & 1) | here << 15);
+        }
+      }
+    }
+  } else {
+    // The bits of the upper and the lower row are in neighbouring bytes.
+    const unsigned char* const bytes = mask + (first_row + warp * 16) / 8;
+    const int bit = lane / 4;
+#pragma unroll
+    for (int step = 0; step < kGemmK / kWgmmaK; ++step) {
+#pragma unroll
+      for (int later = 0; later < 2; ++later) {
+        const int k = step * kWgmmaK + later * 8 + pair;
+        const auto at = [&](int row_of_k) {
+          return uint32_t{*reinterpret_cast<const uint16_t*>(bytes + row_of_k * kByteBoxColumns)};
+        };
+        const uint32_t both = (at(k) | at(k + 1) << 16) >> bit;
+        fragments->words[step][2 * later] &= halves_of_bits(both);
+        fragments->words[step][2 * later + 1] &= halves_of_bits(both >> 8);
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply_fragments(const GemmFragments& by,
+                                                   GemmFragments* fragments) {
+#pragma unroll
+  for (int step = 0; step < kGemmK / kWgmmaK; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      fragments->words[step][i] = multiply_pairs<T>(fragments->words[step][i], by.words[step][i]);
+  }
+}
+
+}  // namespace fusedcuda

@@ -1,0 +1,390 @@
+// Matrix products on Hopper: one block an SM, of which one warpgroup keeps the copy engine busy and
+// two compute, on tiles of the result until none is left. What becomes of the sums is the business
+// of an epilogue (linear_act_epilogue.cuh).
+//
+// Two ways to divide the work between the computing warpgroups:
+// - together: each has half of the rows of every tile. The largest tiles, so the least traffic; but
+//   the tensor cores wait while both are in their epilogue.
+// - in turns: each has every second tile of the block to itself, and computes while the other one
+// is
+//   in its epilogue. Better where k is short.
+//
+// Blocks along m may form a cluster: they need the same columns of b, so each fetches a share of
+// them and the copy engine delivers it to all.
+//
+// a may be multiplied by something element by element on the way (gemm_scale.cuh), and summed up
+// over k.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cluster.cuh"
+#include "gemm_scale.cuh"
+#include "hopper_gemm.h"
+#include "launch.h"
+#include "mbarrier.cuh"
+#include "shared.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+namespace fusedcuda {
+
+constexpr int kGemmThreads = 3 * kWarpgroup;
+constexpr int kOnesColumns = 8;
+
+// Dynamic shared memory of a kernel. Each computing warpgroup has buffers for what it stores and
+// room for the bias of a tile (no product with a scaled factor has one).
+template <typename Gemm>
+class GemmShared {
+ public:
+  static constexpr int kOnesBytes = Gemm::kScaleBytes == 0 ? 0 : kOnesColumns * kSwizzleBytes;
+  static constexpr int kBuffers = Gemm::kNumStages * Gemm::kStageBytes;
+  static constexpr int kOnes = kBuffers + 2 * kGemmBuffersBytes;
+  static constexpr int kBias = kOnes + kOnesBytes;
+  static constexpr int kBiasBytes =
+      Gemm::kScaleBytes > 0 ? 0 : 2 * Gemm::kTileColumns * static_cast<int>(sizeof(float));
+  static constexpr int kStages = kBias + kBiasBytes;
+  static constexpr int kBytes = kStages + static_cast<int>(sizeof(typename Gemm::Stages));
+  static_assert(kBytes <= kGemmSharedBytes);
+
+  __device__ __forceinline__ unsigned char* tiles() const { return base_; }
+  __device__ __forceinline__ unsigned char* buffers(int warpgroup) const {
+    return base_ + kBuffers + warpgroup * kGemmBuffersBytes;
+  }
+  // A factor of eight rows whose elements are all 1.
+  __device__ __forceinline__ unsigned char* ones() const { return base_ + kOnes; }
+  __device__ __forceinline__ float* bias(int warpgroup) const {
+    return reinterpret_cast<float*>(base_ + kBias) + warpgroup * Gemm::kTileColumns;
+  }
+  __device__ __forceinline__ typename Gemm::Stages* stages() const {
+    return reinterpret_cast<typename Gemm::Stages*>(base_ + kStages);
+  }
+
+ private:
+  unsigned char* base_ = static_cast<unsigned char*>(dynamic_shared());
+};
+
+// What a kernel is compiled for. kRows: of a tile for each computing warpgroup.
+template <typename T, int kRows, int kColumns, bool kInTurns, int kCluster, int kStages,
+          bool kAKInner, bool kBKInner, GemmScale kScale = GemmScale::kNone>
+struct HopperGemm {
+  using Element = T;
+  static_assert(sizeof(T) == 2);
+  static_assert(kRows == 64 || kRows == 128);
+  static_assert(kCluster == 1 || kCluster == 2 || kCluster == 4);
+  static constexpr int kWarpgroupRows = kRows;
+  static constexpr int kTileRows = kInTurns ? kRows : 2 * kRows;
+  static constexpr int kTileColumns = kColumns;
+  static constexpr bool kTakesTurns = kInTurns;
+  static constexpr int kClusterBlocks = kCluster;
+  static constexpr int kHalves = kRows / kWgmmaRows;  // of what a warpgroup has of a tile
+  static constexpr int kSums = kColumns / 2;          // a thread's, of 64 rows
+
+  static constexpr int kABytes = kTileRows * kSwizzleBytes;
+  static constexpr int kBBytes = kTileColumns * kSwizzleBytes;
+  // A box of bits has 16 bytes a row; with rows inner those are all rows of a tile.
+  static_assert(kScale != GemmScale::kMask || kAKInner || kTileRows == 8 * kByteBoxColumns);
+  static constexpr int kMaskBytes = (kAKInner ? kTileRows : kGemmK) * kByteBoxColumns;
+  static constexpr int kScaleBytes = kScale == GemmScale::kNone   ? 0
+                                     : kScale == GemmScale::kMask ? kMaskBytes
+                                                                  : kABytes;
+  static constexpr int kStageBytes = kABytes + kBBytes + kScaleBytes;
+  static constexpr int kNumStages = kStages;
+  static constexpr int kGroupBytes = kGemmK * kSwizzleBytes;  // of 64 rows of a rows-inner factor
+
+  // Warps that read a stage, in the whole cluster.
+  static constexpr int kReaders = (kInTurns ? 4 : 8) * kCluster;
+
+  // A thread's sums of one tile: of rows 64 h and on of what its warpgroup has, for each half h.
+  // `of_rows`: the sums of a over k, where they are asked for (only of a scaled a); element 0 is
+  // that of the thread's upper row, 2 that of its lower one.
+  struct Sums {
+    float values[kHalves][kSums];
+    float of_rows[kHalves][4];
+  };
+
+  // The barriers of the stages, for the producer and the consumers.
+  struct Stages {
+    Mbarrier full[kStages];   // the bytes have arrived
+    Mbarrier empty[kStages];  // all readers are through with them
+  };
+
+  // A place in the ring of stages, and how often it has been around.
+  struct Position {
+    int stage = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ void advance() {
+      if (++stage == kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+    __device__ __forceinline__ void advance(int stages) {
+      const int to = stage + stages;
+      parity ^= static_cast<unsigned>(to / kStages) & 1;
+      stage = to % kStages;
+    }
+  };
+
+  // --- Producer: one thread
+
+  static __device__ __forceinline__ void load(const TensorMap& a, const TensorMap& b,
+                                              const TensorMap& scale, unsigned char* tiles,
+                                              Stages* stages, const GemmTiles& tiling) {
+    const unsigned rank = kCluster == 1 ? 0 : cluster_rank();
+    Position at;
+    for (int64_t index = first_tile(); index < tiling.count(); index += tile_step()) {
+      const GemmTile tile = tiling.at(index);
+      const int row = (tile.row * kCluster + static_cast<int>(rank)) * kTileRows;
+      const int end = tiling.first_block(tile.split + 1);
+      for (int block = tiling.first_block(tile.split); block < end; ++block, at.advance()) {
+        unsigned char* const stage = tiles + at.stage * kStageBytes;
+        Mbarrier* const full = &stages->full[at.stage];
+        const int k = block * kGemmK;
+        stages->empty[at.stage].wait(at.parity ^ 1);
+        full->arrive_and_expect(kStageBytes);
+        load_a(a, stage, full, row, k);
+        load_b(b, stage + kABytes, full, tile.column * kTileColumns, k, rank);
+        if constexpr (kScale == GemmScale::kElements)
+          load_a(scale, stage + kABytes + kBBytes, full, row, k);
+        if constexpr (kScale == GemmScale::kMask) {
+          load_box(&scale, stage + kABytes + kBBytes, full, kAKInner ? row : k,
+                   (kAKInner ? k : row) / 8);
+        }
+      }
+    }
+  }
+
+  // --- Consumers: a warpgroup
+
+  // kSumsRows: also the sums of a's rows.
+  template <bool kSumsRows>
+  static __device__ __forceinline__ void multiply(const GemmShared<HopperGemm>& shared,
+                                                  int k_blocks, int warpgroup, Position* at,
+                                                  Sums* sums) {
+    Stages* const stages = shared.stages();
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int first_row = kInTurns ? 0 : warpgroup * kRows;
+    auto release = [&](int stage) {
+      if (lane < kCluster) stages->empty[stage].arrive_at(lane);
+    };
+    int previous = 0;
+    for (int block = 0; block < k_blocks; ++block, at->advance()) {
+      const unsigned char* const stage = shared.tiles() + at->stage * kStageBytes;
+      stages->full[at->stage].wait(at->parity);
+      if constexpr (kScale == GemmScale::kNone) {
+        start_products(stage, first_row, block > 0, sums);
+        if (block > 0) {
+          wgmma_wait<1>();  // for all but those
+          release(previous);
+        }
+        previous = at->stage;
+      } else {
+        GemmFragments fragments[kHalves];
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+          load_scaled(stage, first_row + h * kWgmmaRows, &fragments[h]);
+        start_products<kSumsRows>(stage, fragments, shared.ones(), block > 0, sums);
+        // The fragments are read until then; meanwhile the other warpgroup prepares its own.
+        wgmma_wait<0>();
+        release(at->stage);
+      }
+    }
+    wgmma_wait<0>();
+    pin<kSumsRows>(sums);
+    if constexpr (kScale == GemmScale::kNone) release(previous);
+  }
+
+  // --- Tiles: clusters take them in turns
+
+  static __device__ __forceinline__ int64_t first_tile() { return blockIdx.x / kCluster; }
+  static __device__ __forceinline__ int64_t tile_step() { return gridDim.x / kCluster; }
+
+ private:
+  template <bool kSumsRows>
+  static __device__ __forceinline__ void pin(Sums* sums) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      wgmma_pin(sums->values[h]);
+      if constexpr (kSumsRows) wgmma_pin(sums->of_rows[h]);
+    }
+  }
+
+  // Both factors from shared memory.
+  static __device__ __forceinline__ void start_products(const unsigned char* stage, int first_row,
+                                                        bool accumulate, Sums* sums) {
+    pin<false>(sums);
+    wgmma_begin();
+    const uint64_t factor_b = wgmma_factor(stage + kABytes, kBKInner, kGroupBytes);
+#pragma unroll
+    for (int k = 0; k < kGemmK; k += kWgmmaK) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        // 64 rows are 64 * 128 bytes either way.
+        const unsigned char* const rows = stage + (first_row + h * kWgmmaRows) * kSwizzleBytes;
+        const uint64_t factor_a = wgmma_factor(rows, kAKInner, kGroupBytes);
+        wgmma<T, kColumns, kAKInner, kBKInner>(
+            sums->values[h], wgmma_advance(factor_a, kAKInner, k),
+            wgmma_advance(factor_b, kBKInner, k), accumulate || k > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // a from registers. Its sums are products with ones.
+  template <bool kSumsRows>
+  static __device__ __forceinline__ void start_products(const unsigned char* stage,
+                                                        const GemmFragments (&fragments)[kHalves],
+                                                        const unsigned char* ones, bool accumulate,
+                                                        Sums* sums) {
+    pin<kSumsRows>(sums);
+    wgmma_begin();
+    const uint64_t factor_b = wgmma_factor(stage + kABytes, kBKInner, kGroupBytes);
+    const uint64_t factor_ones = wgmma_factor(ones, true, kGroupBytes);
+#pragma unroll
+    for (int step = 0; step < kGemmK / kWgmmaK; ++step) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        wgmma<T, kColumns, kBKInner>(sums->values[h], fragments[h].words[step],
+                                     wgmma_advance(factor_b, kBKInner, step * kWgmmaK),
+                                     accumulate || step > 0);
+        if constexpr (kSumsRows) {
+          wgmma<T, kOnesColumns, true>(sums->of_rows[h], fragments[h].words[step], factor_ones,
+                                       accumulate || step > 0);
+        }
+      }
+    }
+    wgmma_commit();
+  }
+
+  static __device__ __forceinline__ void load_scaled(const unsigned char* stage, int first_row,
+                                                     GemmFragments* fragments) {
+    const unsigned char* const scale = stage + kABytes + kBBytes;
+    load_fragments<kAKInner>(stage, first_row, fragments);
+    if constexpr (kScale == GemmScale::kMask) {
+      mask_fragments<kAKInner>(scale, first_row, fragments);
+    } else {
+      GemmFragments by;
+      load_fragments<kAKInner>(scale, first_row, &by);
+      multiply_fragments<T>(by, fragments);
+    }
+  }
+
+  static __device__ __forceinline__ void load_a(const TensorMap& map, unsigned char* shared,
+                                                Mbarrier* full, int row, int k) {
+    if constexpr (kAKInner) {
+      load_box(&map, shared, full, row, k);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kTileRows; r += kGemmK)
+        load_box(&map, shared + r * kSwizzleBytes, full, k, row + r);
+    }
+  }
+
+  // This block's share; of a rows-inner factor that is a part of the k, because 64 columns of b are
+  // the least that can be copied.
+  static __device__ __forceinline__ void load_b(const TensorMap& map, unsigned char* shared,
+                                                Mbarrier* full, int column, int k, unsigned rank) {
+    constexpr unsigned kAll = (1u << kCluster) - 1;
+    if constexpr (kBKInner) {
+      constexpr int kShare = kTileColumns / kCluster;
+      const int first = static_cast<int>(rank) * kShare;
+      load_shared(map, shared + first * kSwizzleBytes, full, column + first, k, kAll);
+    } else {
+      constexpr int kShare = kGemmK / kCluster;
+      const int first = static_cast<int>(rank) * kShare;
+#pragma unroll
+      for (int c = 0; c < kTileColumns; c += kGemmK)
+        load_shared(map, shared + c * kSwizzleBytes + first * kSwizzleBytes, full, k + first,
+                    column + c, kAll);
+    }
+  }
+
+  static __device__ __forceinline__ void load_shared(const TensorMap& map, unsigned char* shared,
+                                                     Mbarrier* full, int row, int column,
+                                                     unsigned blocks) {
+    if constexpr (kCluster == 1) {
+      load_box(&map, shared, full, row, column);
+    } else {
+      load_box_to_blocks(&map, shared, full, row, column, blocks);
+    }
+  }
+};
+
+// The body of a kernel: sets up the stages and gives every warpgroup its part. `scale` is what a is
+// multiplied by (or any other description). A computing warpgroup makes an
+// Epilogue(params, warpgroup, shared), and for every tile, with the place in the result of what the
+// warpgroup has of it, calls
+//   epilogue.prepare(column);                    // before the products
+//   epilogue.finish(sums, row, column, split);   // behind them
+// Epilogue::kSumsRows: whether it wants the sums of a's rows; with the first column of tiles it
+// gets
+//   epilogue.store_row_sums(sums, row, split);
+template <typename Gemm, typename Epilogue>
+__device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
+                                         const TensorMap& scale, const GemmTiles& tiling,
+                                         const typename Epilogue::Params& params) {
+  const GemmShared<Gemm> shared;
+  typename Gemm::Stages* const stages = shared.stages();
+  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup - 1;  // -1: the producer
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&a);
+    prefetch_tensor_map(&b);
+    for (int s = 0; s < Gemm::kNumStages; ++s) {
+      stages->full[s].init(1);
+      stages->empty[s].init(Gemm::kReaders);
+    }
+    Mbarrier::fence_init();
+  }
+  if (Epilogue::kSumsRows && warpgroup < 0) {
+    auto* const ones = reinterpret_cast<uint32_t*>(shared.ones());
+    for (int i = static_cast<int>(threadIdx.x); i < kOnesColumns * kSwizzleBytes / 4;
+         i += kWarpgroup)
+      ones[i] = pack_pair<typename Gemm::Element>(1.0f, 1.0f);
+    fence_shared_for_copies();  // the tensor cores read as the copy engine does
+  }
+  cluster_arrive();
+  cluster_wait();
+  wait_for_previous_kernel();
+  if (warpgroup < 0) {
+    give_registers<40>();
+    if (threadIdx.x == 0) Gemm::load(a, b, scale, shared.tiles(), stages, tiling);
+    __syncwarp();  // the barrier below is one of whole warps
+  } else {
+    take_registers<232>();
+    typename Gemm::Position at;
+    Epilogue epilogue(params, warpgroup, shared);
+    const unsigned rank = Gemm::kClusterBlocks == 1 ? 0 : cluster_rank();
+    int turn = 0;
+    for (int64_t index = Gemm::first_tile(); index < tiling.count(); index += Gemm::tile_step()) {
+      const GemmTile tile = tiling.at(index);
+      const int k_blocks = tiling.first_block(tile.split + 1) - tiling.first_block(tile.split);
+      if (Gemm::kTakesTurns && turn++ % 2 != warpgroup) {
+        at.advance(k_blocks);
+        continue;
+      }
+      const int first = Gemm::kTakesTurns ? 0 : warpgroup * Gemm::kWarpgroupRows;
+      const int row =
+          (tile.row * Gemm::kClusterBlocks + static_cast<int>(rank)) * Gemm::kTileRows + first;
+      const int column = tile.column * Gemm::kTileColumns;
+      typename Gemm::Sums sums;
+      epilogue.prepare(column);
+      if (Epilogue::kSumsRows && column == 0) {
+        Gemm::template multiply<true>(shared, k_blocks, warpgroup, &at, &sums);
+        epilogue.store_row_sums(sums, row, tile.split);
+      } else {
+        Gemm::template multiply<false>(shared, k_blocks, warpgroup, &at, &sums);
+      }
+      epilogue.finish(sums, row, column, tile.split);
+    }
+    if (threadIdx.x % kWarpgroup == 0) wait_for_stores();
+  }
+  // No block may end while the other one still sends to it or reads from it.
+  cluster_arrive();
+  cluster_wait();
+}
+
+}  // namespace fusedcuda

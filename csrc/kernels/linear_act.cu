@@ -1,0 +1,308 @@
+// act(x @ weight.T + bias): a matrix product on the tensor cores whose sums never leave the chip
+// before the bias and the activation have been applied.
+//
+//   y[m, n] = act(sum_k a[m, k] b[n, k] + bias[n])
+//
+// Memory for 16-bit elements: 2 (m k + n k + m n) bytes, and for the gradient m n / 8 (ReLU) or
+// 2 m n (the derivative of the other activations). An epilogue in a kernel of its own would read
+// and write 4 m n more: 65536 x 1024 x 480 takes as long for that as for the product.
+//
+// The gradient is two products of dz = dy * act'(z), which never exists in memory:
+//
+//   dx = dz @ weight      dweight = dz.T @ x, dbias = sum of dz over m
+//
+// Memory: dy and what was saved once for each, x, weight and the results once. dweight is split
+// along m, and its parts are added up in a fixed order.
+//
+// And elementwise kernels for the products that cuBLASLt makes: y = act(z), dz = dy act'(z).
+#include "common/hopper_gemm.cuh"
+#include "common/row_launch.cuh"
+#include "common/sum_partials.cuh"
+#include "linear_act.h"
+#include "linear_act_config.h"
+#include "linear_act_epilogue.cuh"
+#include "linear_act_rows.cuh"
+
+namespace fusedcuda {
+
+// --------------------------------------------------------------------------------------------------
+// Kernels
+// --------------------------------------------------------------------------------------------------
+
+template <typename EpilogueParams>
+struct GemmKernelParams {
+  TensorMap a, b;
+  TensorMap scale;  // what a is multiplied by
+  GemmTiles tiles;
+  EpilogueParams epilogue;
+};
+
+template <typename Gemm>
+__global__ void __launch_bounds__(kGemmThreads, 1) linear_act_kernel_sm90(
+    const __grid_constant__ GemmKernelParams<LinearActEpilogueParams> params) {
+#if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  run_gemm<Gemm, LinearActEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
+                                          params.epilogue);
+#endif
+}
+
+template <typename Gemm>
+__global__ void __launch_bounds__(kGemmThreads, 1) linear_act_dx_kernel_sm90(
+    const __grid_constant__ GemmKernelParams<PlainEpilogueParams> params) {
+#if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  run_gemm<Gemm, PlainEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
+                                      params.epilogue);
+#endif
+}
+
+// dweight and dbias, in parts.
+template <typename Gemm>
+__global__ void __launch_bounds__(kGemmThreads, 1) linear_act_dweight_kernel_sm90(
+    const __grid_constant__ GemmKernelParams<PartialsEpilogueParams> params) {
+#if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  run_gemm<Gemm, PartialsEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
+                                         params.epilogue);
+#endif
+}
+
+// --------------------------------------------------------------------------------------------------
+// Launchers
+// --------------------------------------------------------------------------------------------------
+
+namespace linear_act {
+
+inline BoxedMatrix boxed(const void* data, int64_t rows, int64_t columns, int64_t stride,
+                         int box_rows) {
+  BoxedMatrix matrix;
+  matrix.data = const_cast<void*>(data);
+  matrix.rows = rows;
+  matrix.columns = columns;
+  matrix.stride = stride;
+  matrix.box_rows = box_rows;
+  return matrix;
+}
+
+inline BoxedMatrix boxed_mask(const void* data, int64_t rows, int64_t columns, int box_rows) {
+  BoxedMatrix matrix =
+      boxed(data, rows, mask_row_bytes(columns), mask_row_bytes(columns), box_rows);
+  matrix.element_bytes = 1;
+  return matrix;
+}
+
+// Describes the factors of a product m x n x k of `Gemm`. What lies in memory row by row with k
+// outermost is a matrix of k rows.
+template <typename Gemm, typename EpilogueParams>
+cudaError_t describe(const GemmFactor& a, const GemmFactor& b, int64_t m, int64_t n, int64_t k,
+                     const LinearActConfig& config, GemmKernelParams<EpilogueParams>* params) {
+  constexpr int kCluster = Gemm::kClusterBlocks;
+  const BoxedMatrix boxed_a = a.k_is_inner ? boxed(a.data, m, k, a.stride, Gemm::kTileRows)
+                                           : boxed(a.data, k, m, a.stride, kGemmK);
+  const BoxedMatrix boxed_b = b.k_is_inner
+                                  ? boxed(b.data, n, k, b.stride, Gemm::kTileColumns / kCluster)
+                                  : boxed(b.data, k, n, b.stride, kGemmK / kCluster);
+  cudaError_t status = make_tensor_map(boxed_a, &params->a);
+  if (status == cudaSuccess) status = make_tensor_map(boxed_b, &params->b);
+  GemmTiles& tiles = params->tiles;
+  tiles.rows = static_cast<int>(ceil_div(m, Gemm::kTileRows * kCluster));
+  tiles.columns = static_cast<int>(ceil_div(n, Gemm::kTileColumns));
+  tiles.splits = config.splits;
+  tiles.group = config.group;
+  tiles.k_blocks = static_cast<int>(ceil_div(k, kGemmK));
+  return status;
+}
+
+template <typename Gemm, typename Kernel, typename Params>
+cudaError_t start(Kernel kernel, const LinearActConfig& config, cudaStream_t stream,
+                  const Params& params) {
+  LaunchOptions options;
+  options.dependent = true;
+  options.cluster = Gemm::kClusterBlocks;
+  options.shared_bytes = GemmShared<Gemm>::kBytes;
+  return launch(kernel, dim3(config.blocks), dim3(kGemmThreads), options, stream, params);
+}
+
+// --- Forward
+
+template <typename Gemm>
+cudaError_t run(const LinearActParams& p, const LinearActConfig& config, cudaStream_t stream) {
+  GemmKernelParams<LinearActEpilogueParams> params;
+  LinearActEpilogueParams& epilogue = params.epilogue;
+  cudaError_t status = describe<Gemm>(p.a, p.b, p.m, p.n, p.k, config, &params);
+  const BoxedMatrix output = boxed(p.output.data, p.m, p.n, p.output.stride, kChunk);
+  if (status == cudaSuccess) status = make_tensor_map(output, &epilogue.output);
+  if (status == cudaSuccess && p.saves == SavedForBackward::kDerivative)
+    status = make_tensor_map(boxed(p.saved, p.m, p.n, p.n, kChunk), &epilogue.saved);
+  if (status != cudaSuccess) return status;
+  epilogue.saves = p.saves;
+  epilogue.mask = static_cast<uint8_t*>(p.saved);
+  epilogue.mask_stride = mask_row_bytes(p.n);
+  epilogue.bias = p.bias;
+  epilogue.activation = p.activation;
+  epilogue.m = static_cast<int>(p.m);
+  epilogue.n = static_cast<int>(p.n);
+  return start<Gemm>(linear_act_kernel_sm90<Gemm>, config, stream, params);
+}
+
+template <typename T, bool kBKInner>
+cudaError_t run_tile(const LinearActParams& params, const LinearActConfig& config,
+                     cudaStream_t stream) {
+  if (config.in_turns)
+    return run<HopperGemm<T, 128, 128, true, 2, 5, true, kBKInner>>(params, config, stream);
+  return run<HopperGemm<T, 64, 256, false, 2, 4, true, kBKInner>>(params, config, stream);
+}
+
+template <typename T>
+cudaError_t run_layout(const LinearActParams& params, const LinearActConfig& config,
+                       cudaStream_t stream) {
+  return params.b.k_is_inner ? run_tile<T, true>(params, config, stream)
+                             : run_tile<T, false>(params, config, stream);
+}
+
+// --- Gradient
+
+template <typename T, GemmScale kScale, bool kAKInner>
+using BwdGemm =
+    HopperGemm<T, kBwdTileRows / 2, kBwdTileColumns, false, 2, 3, kAKInner, false, kScale>;
+
+// What multiplies dy, in boxes like those of the factor a.
+template <typename Gemm>
+cudaError_t describe_scale(const LinearActBwdParams& p, bool k_is_inner, TensorMap* map) {
+  const int box_rows = k_is_inner ? Gemm::kTileRows : kGemmK;
+  return make_tensor_map(p.saves == SavedForBackward::kMask
+                             ? boxed_mask(p.saved, p.m, p.n, box_rows)
+                             : boxed(p.saved, p.m, p.n, p.n, box_rows),
+                         map);
+}
+
+template <typename T, GemmScale kScale>
+cudaError_t run_dx(const LinearActBwdParams& p, const LinearActConfig& config,
+                   cudaStream_t stream) {
+  using Gemm = BwdGemm<T, kScale, true>;
+  GemmKernelParams<PlainEpilogueParams> params;
+  const GemmFactor dy = {p.dy.data, p.dy.stride, true};
+  const GemmFactor weight = {p.weight.data, p.weight.stride, false};
+  cudaError_t status = describe<Gemm>(dy, weight, p.m, p.k, p.n, config, &params);
+  if (status == cudaSuccess) status = describe_scale<Gemm>(p, true, &params.scale);
+  const BoxedMatrix dx = boxed(p.dx.data, p.m, p.k, p.dx.stride, kChunk);
+  if (status == cudaSuccess) status = make_tensor_map(dx, &params.epilogue.output);
+  if (status != cudaSuccess) return status;
+  params.epilogue.m = static_cast<int>(p.m);
+  params.epilogue.n = static_cast<int>(p.k);
+  return start<Gemm>(linear_act_dx_kernel_sm90<Gemm>, config, stream, params);
+}
+
+template <typename T, GemmScale kScale>
+cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& config, void* workspace,
+                        cudaStream_t stream) {
+  using Gemm = BwdGemm<T, kScale, false>;
+  GemmKernelParams<PartialsEpilogueParams> params;
+  const GemmFactor dy = {p.dy.data, p.dy.stride, false};
+  const GemmFactor x = {p.x.data, p.x.stride, false};
+  cudaError_t status = describe<Gemm>(dy, x, p.n, p.k, p.m, config, &params);
+  if (status == cudaSuccess) status = describe_scale<Gemm>(p, false, &params.scale);
+  if (status != cudaSuccess) return status;
+  const int64_t values = p.n * p.k;
+  params.epilogue.values = static_cast<float*>(workspace);
+  if (p.dbias != nullptr)
+    params.epilogue.row_sums = params.epilogue.values + config.splits * values;
+  params.epilogue.m = static_cast<int>(p.n);
+  params.epilogue.n = static_cast<int>(p.k);
+  status = start<Gemm>(linear_act_dweight_kernel_sm90<Gemm>, config, stream, params);
+  if (status != cudaSuccess) return status;
+  SumPartialsParams sums = {};
+  const void* const partials[] = {params.epilogue.values, params.epilogue.row_sums};
+  void* const outputs[] = {p.dweight, p.dbias};
+  const int64_t counts[] = {values, p.n};
+  for (int i = 0; i < 2; ++i) {
+    sums.partials[i] = partials[i];
+    sums.outputs[i] = outputs[i];
+    sums.values[i] = counts[i];
+    sums.partials_per_value[i] = config.splits;
+  }
+  constexpr int kAlongValues = 256;
+  const dim3 grid(static_cast<unsigned>(ceil_div(values, kAlongValues)),
+                  p.dbias != nullptr ? 2 : 1);
+  const dim3 block(kAlongValues, kSumPartialsThreads / kAlongValues);
+  return launch(sum_partials_kernel<T, float>, grid, block, true, stream, sums);
+}
+
+template <typename T, GemmScale kScale>
+cudaError_t run_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config,
+                    void* workspace, cudaStream_t stream) {
+  if (params.dx.data != nullptr) {
+    const cudaError_t status = run_dx<T, kScale>(params, config.dx, stream);
+    if (status != cudaSuccess || params.dweight == nullptr) return status;
+  }
+  return run_dweight<T, kScale>(params, config.dweight, workspace, stream);
+}
+
+template <typename T>
+cudaError_t run_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config,
+                    void* workspace, cudaStream_t stream) {
+  return params.saves == SavedForBackward::kMask
+             ? run_bwd<T, GemmScale::kMask>(params, config, workspace, stream)
+             : run_bwd<T, GemmScale::kElements>(params, config, workspace, stream);
+}
+
+}  // namespace linear_act
+
+cudaError_t linear_act_device_traits(DeviceTraits* traits) {
+  return describe_device(act_rows_kernel<float, 4>, traits);
+}
+
+cudaError_t launch_linear_act(const LinearActParams& params, const LinearActConfig& config,
+                              cudaStream_t stream) {
+  return params.dtype == DType::kFloat16
+             ? linear_act::run_layout<__half>(params, config, stream)
+             : linear_act::run_layout<__nv_bfloat16>(params, config, stream);
+}
+
+cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
+                                  const LinearActBwdConfig& config, void* workspace,
+                                  cudaStream_t stream) {
+  return params.dtype == DType::kFloat16
+             ? linear_act::run_bwd<__half>(params, config, workspace, stream)
+             : linear_act::run_bwd<__nv_bfloat16>(params, config, workspace, stream);
+}
+
+cudaError_t launch_act_rows(const ActRowsParams& p, cudaStream_t stream) {
+  if (p.m == 0 || p.n == 0) return cudaSuccess;
+  const bool is_mask = p.saves == SavedForBackward::kMask;
+  ActRowsKernelParams params = {};
+  params.input = p.input.data;
+  params.output = p.output.data;
+  params.saved = p.saved;
+  params.input_stride = p.input.stride;
+  params.output_stride = p.output.stride;
+  params.saved_stride = is_mask ? mask_row_bytes(p.n) : p.n;
+  params.activation = p.activation;
+  params.saves = p.saves;
+  return with_type(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kVec = kVectorWidth<T>;
+    auto start = [&](auto kernel, int64_t of_row, const auto&... more) {
+      constexpr int64_t kMostBlocks = 1 << 16;
+      params.count = p.m * of_row;
+      params.of_row = Divider::make(of_row);
+      const int64_t blocks = std::min(ceil_div(params.count, kActRowsThreads), kMostBlocks);
+      return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kActRowsThreads), p.dependent,
+                    stream, params, more...);
+    };
+    if (is_mask && !p.backward) return start(relu_mask_kernel<T>, ceil_div(p.n, 8), p.n);
+    auto in_vectors = [&](const void* data, int64_t stride) {
+      return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 && stride % kVec == 0;
+    };
+    const bool has_elements = p.saved != nullptr && !is_mask;
+    const bool vectors = p.n % kVec == 0 && in_vectors(p.input.data, p.input.stride) &&
+                         in_vectors(p.output.data, p.output.stride) &&
+                         (!has_elements || in_vectors(p.saved, p.n));
+    if (p.backward) {
+      return vectors ? start(act_rows_bwd_kernel<T, kVec>, p.n / kVec)
+                     : start(act_rows_bwd_kernel<T, 1>, p.n);
+    }
+    return vectors ? start(act_rows_kernel<T, kVec>, p.n / kVec)
+                   : start(act_rows_kernel<T, 1>, p.n);
+  });
+}
+
+}  // namespace fusedcuda

@@ -1,0 +1,94 @@
+// act(x @ weight.T + bias) on Hopper's tensor cores, and the elementwise kernels around matrix
+// products that cuBLASLt makes: parameters, configuration, launchers. Kernels: linear_act.cu.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/dtype.h"
+#include "common/launch.h"
+
+namespace fusedcuda {
+
+// A matrix of 2-byte or larger elements whose rows are `stride` elements apart.
+struct GemmMatrix {
+  void* data = nullptr;
+  int64_t stride = 0;
+};
+
+// One factor of a matrix product, as the tensor cores see it: `rows` x k elements, stored either
+// row by row (k_is_inner) or k by k.
+struct GemmFactor {
+  const void* data = nullptr;
+  int64_t stride = 0;  // elements between rows, or between values of k
+  bool k_is_inner = true;
+};
+
+// What is kept for the gradient of act at z = x @ weight.T + bias.
+//   kMask: bit n % 8 of byte [m][n / 8] says that z > 0, or NaN (relu only); a row has
+//     mask_row_bytes(n) bytes.
+//   kPreActivation: z, rounded to the dtype; m x n, contiguous.
+//   kDerivative: act'(z), likewise. The gradient multiplies by it on the way into its products.
+enum class SavedForBackward { kNone, kMask, kPreActivation, kDerivative };
+
+// cuBLASLt wants the rows of its mask 128 bits apart, or a multiple of that.
+inline int64_t mask_row_bytes(int64_t n) { return (n + 127) / 128 * 16; }
+
+// output[m, n] = act(sum_k a[m, k] * b[n, k] + bias[n]), one rounding at the end.
+struct LinearActParams {
+  DType dtype = DType::kBFloat16;  // of everything
+  Activation activation = Activation::kNone;
+  int64_t m = 0, n = 0, k = 0;
+  GemmFactor a, b;
+  const void* bias = nullptr;  // n elements, any alignment; or null
+  GemmMatrix output;           // m x n
+  SavedForBackward saves = SavedForBackward::kNone;
+  void* saved = nullptr;
+};
+
+// dx = dz @ weight, dweight = dz.T @ x, dbias = sum of dz over m; dz = dy * act'(z), rounded.
+struct LinearActBwdParams {
+  DType dtype = DType::kBFloat16;
+  SavedForBackward saves = SavedForBackward::kMask;  // or kDerivative
+  int64_t m = 0, n = 0, k = 0;
+  GemmMatrix dy;                // m x n
+  const void* saved = nullptr;  // as the forward left it
+  GemmMatrix x;                 // m x k; for dweight
+  GemmMatrix weight;            // n x k; for dx
+  GemmMatrix dx;                // m x k; null unless it is wanted
+  void* dweight = nullptr;      // n x k, contiguous; likewise
+  void* dbias = nullptr;        // n; likewise, and only with dweight
+};
+
+// Elementwise, over m x n elements whose rows may have a pitch.
+//   forward: output = act(input), and what `saves` says of it to `saved` (kMask, kDerivative)
+//   backward: output = input * act'(z), by what `saved` has of z
+struct ActRowsParams {
+  DType dtype = DType::kBFloat16;
+  Activation activation = Activation::kRelu;
+  bool backward = false;
+  int64_t m = 0, n = 0;
+  GemmMatrix input;
+  GemmMatrix output;  // may be the input
+  SavedForBackward saves = SavedForBackward::kNone;
+  void* saved = nullptr;   // kDerivative: may be the input
+  bool dependent = false;  // whether the GPU has programmatic dependent launch
+};
+
+struct LinearActConfig;     // linear_act_config.h
+struct LinearActBwdConfig;  // likewise
+
+// What the choosers need to know about the current device.
+cudaError_t linear_act_device_traits(DeviceTraits* traits);
+
+// Enqueue on `stream`. The first two: of what hopper_can_run() accepts.
+cudaError_t launch_linear_act(const LinearActParams& params, const LinearActConfig& config,
+                              cudaStream_t stream);
+cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
+                                  const LinearActBwdConfig& config, void* workspace,
+                                  cudaStream_t stream);
+cudaError_t launch_act_rows(const ActRowsParams& params, cudaStream_t stream);
+
+}  // namespace fusedcuda

@@ -1,0 +1,394 @@
+// What becomes of the sums of a matrix product: bias, activation, one rounding, and what the
+// gradient needs of them. 64 x 64 elements at a time go through shared memory, from where the copy
+// engine stores them in whole lines while the threads work on the next.
+#pragma once
+
+#include "common/activation.cuh"
+#include "common/convert.cuh"
+#include "common/hopper_gemm.cuh"
+#include "linear_act.h"
+
+namespace fusedcuda {
+
+constexpr int kChunk = 64;  // rows and columns
+constexpr int kChunkPairs =
+    kChunk * kChunk / 2 / kWarpgroup;  // of neighbouring columns, a thread's
+constexpr int kChunkBytes = kChunk * kSwizzleBytes;
+
+// A warpgroup's chunks on their way to memory. The values of a thread come in the order of its sums
+// (wgmma.cuh), two columns in a word.
+class ChunkStore {
+ public:
+  // `barrier`: a named one that is the warpgroup's own.
+  __device__ __forceinline__ ChunkStore(unsigned char* buffers, int barrier)
+      : buffers_(buffers), barrier_(barrier) {}
+
+  __device__ __forceinline__ void store(const TensorMap& map, const uint32_t (&pairs)[kChunkPairs],
+                                        int row, int column) {
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    unsigned char* const buffer = buffers_ + next_ * kChunkBytes;
+    next_ ^= 1;
+    // The chunk before the last one left from this buffer.
+    if (thread == 0) wait_for_stores_to_read<1>();
+    named_barrier(barrier_, kWarpgroup);
+    const int lane = thread % kWarpSize;
+    const int own_row = thread / kWarpSize * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < kChunkPairs; i += 4) {
+      // Two groups of eight columns, of 16 rows: lanes 16 to 31 have the places of the second.
+      const int group = i / 2 + lane / 16;
+      unsigned char* const place =
+          buffer + own_row * kSwizzleBytes + ((group ^ (own_row % 8)) * 16);
+      const uint32_t four[4] = {pairs[i], pairs[i + 1], pairs[i + 2], pairs[i + 3]};
+      store_matrices(place, four);
+    }
+    fence_shared_for_copies();
+    named_barrier(barrier_, kWarpgroup);
+    if (thread == 0) {
+      store_box(&map, buffer, row, column);
+      commit_stores();
+    }
+  }
+
+ private:
+  unsigned char* buffers_;
+  int barrier_;
+  int next_ = 0;
+};
+
+// One bit a value, set unless the value is negative or zero, for 64 x 64 of them: a thread has two
+// bits of each byte, the four threads of a quad have a row's bytes together.
+template <int kCount>
+__device__ __forceinline__ void store_mask(const float (&values)[kCount], uint8_t* mask,
+                                           int64_t row_bytes, int row, int column, int rows,
+                                           int columns) {
+  static_assert(kCount == 2 * kChunkPairs);
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  const int quad_lane = thread % 4;
+  // Four bytes of the upper row, the next four, and the same of the lower row.
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int group = i / 4, lower = i / 2 % 2, second = i % 2;
+    const uint32_t bit = values[i] <= 0.0f ? 0 : 1;
+    words[2 * lower + group / 4] |= bit << (8 * (group % 4) + 2 * quad_lane + second);
+  }
+  // Each of the four ends with the word that has its own number.
+  uint32_t kept[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool upper_half = quad_lane >= 2;
+    const uint32_t given = upper_half ? words[i] : words[2 + i];
+    kept[i] = (upper_half ? words[2 + i] : words[i]) | __shfl_xor_sync(0xffffffff, given, 2);
+  }
+  const bool odd = quad_lane % 2 != 0;
+  const uint32_t word =
+      (odd ? kept[1] : kept[0]) | __shfl_xor_sync(0xffffffff, odd ? kept[0] : kept[1], 1);
+  const int at_row = row + thread / kWarpSize * 16 + thread % kWarpSize / 4 + quad_lane / 2 * 8;
+  const int at_column = column + quad_lane % 2 * 32;
+  if (at_row < rows && at_column < columns)
+    *reinterpret_cast<uint32_t*>(mask + at_row * row_bytes + at_column / 8) = word;
+}
+
+// The part of an epilogue that stores chunks of what it makes of the sums.
+template <typename Gemm>
+class ChunkEpilogue {
+ public:
+  static constexpr bool kSumsRows = false;
+
+  __device__ __forceinline__ void prepare(int /*column*/) const {}
+  __device__ __forceinline__ void store_row_sums(const typename Gemm::Sums&, int, int) const {}
+
+ protected:
+  using T = typename Gemm::Element;
+  static constexpr int kValues = 2 * kChunkPairs;  // of a chunk, a thread's
+
+  __device__ __forceinline__ ChunkEpilogue(int warpgroup, const GemmShared<Gemm>& shared)
+      : barrier_(1 + warpgroup), chunks_(shared.buffers(warpgroup), barrier_) {}
+
+  // f(values, row, column, c) for every chunk that lies in the result; c: its column in the tile.
+  template <typename F>
+  static __device__ __forceinline__ void for_chunks(const typename Gemm::Sums& sums, int row,
+                                                    int column, int rows, int columns, F f) {
+#pragma unroll
+    for (int h = 0; h < Gemm::kHalves; ++h) {
+#pragma unroll
+      for (int c = 0; c < Gemm::kTileColumns; c += kChunk) {
+        const int at_row = row + h * kWgmmaRows, at_column = column + c;
+        if (at_row >= rows || at_column >= columns) continue;
+        float values[kValues];
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) values[i] = sums.values[h][c / 2 + i];
+        f(values, at_row, at_column, c);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const TensorMap& map, const float (&values)[kValues],
+                                        int row, int column) {
+    uint32_t pairs[kChunkPairs];
+#pragma unroll
+    for (int i = 0; i < kChunkPairs; ++i) pairs[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
+    chunks_.store(map, pairs, row, column);
+  }
+
+  int barrier_;  // of the warpgroup
+  ChunkStore chunks_;
+};
+
+// The sums as they are.
+struct PlainEpilogueParams {
+  TensorMap output;
+  int m = 0, n = 0;
+};
+
+template <typename Gemm>
+class PlainEpilogue : public ChunkEpilogue<Gemm> {
+ public:
+  using Params = PlainEpilogueParams;
+
+  __device__ __forceinline__ PlainEpilogue(const Params& params, int warpgroup,
+                                           const GemmShared<Gemm>& shared)
+      : ChunkEpilogue<Gemm>(warpgroup, shared), params_(params) {}
+
+  __device__ __forceinline__ void finish(const typename Gemm::Sums& sums, int row, int column,
+                                         int /*split*/) {
+    this->for_chunks(sums, row, column, params_.m, params_.n,
+                     [&](const auto& values, int at_row, int at_column, int) {
+                       this->store(params_.output, values, at_row, at_column);
+                     });
+  }
+
+ private:
+  const Params& params_;
+};
+
+// Values and derivatives of an activation; one type for each piece of code that there is.
+template <Activation kActivation>
+struct FixedActivation {
+  static constexpr bool kIsLinear = kActivation == Activation::kNone;
+  static constexpr bool kIsRelu = kActivation == Activation::kRelu;
+
+  template <int kCount>
+  __device__ __forceinline__ void operator()(const float (&z)[kCount], float (&y)[kCount],
+                                             float (&derivative)[kCount]) const {
+    float ones[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) ones[i] = 1.0f;
+    activate<true>(kActivation, z, ones, y, derivative);
+  }
+};
+
+struct SigmoidActivation {
+  static constexpr bool kIsLinear = false, kIsRelu = false;
+  Activation activation;
+
+  template <int kCount>
+  __device__ __forceinline__ void operator()(const float (&z)[kCount], float (&y)[kCount],
+                                             float (&derivative)[kCount]) const {
+    float ones[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) ones[i] = 1.0f;
+    activate_by_sigmoid<true>(activation, z, ones, y, derivative);
+  }
+};
+
+template <typename F>
+__device__ __forceinline__ void with_activation(Activation activation, F f) {
+  switch (activation) {
+    case Activation::kNone:
+      return f(FixedActivation<Activation::kNone>());
+    case Activation::kRelu:
+      return f(FixedActivation<Activation::kRelu>());
+    case Activation::kReluSquared:
+      return f(FixedActivation<Activation::kReluSquared>());
+    case Activation::kTanh:
+      return f(FixedActivation<Activation::kTanh>());
+    case Activation::kGelu:
+      return f(FixedActivation<Activation::kGelu>());
+    case Activation::kSigmoid:
+    case Activation::kGeluTanh:
+    case Activation::kSilu:
+      return f(SigmoidActivation{activation});
+  }
+}
+
+// act(sums + bias), and what its gradient needs: a mask of a ReLU, the derivative of another
+// activation.
+struct LinearActEpilogueParams {
+  TensorMap output;
+  SavedForBackward saves = SavedForBackward::kNone;
+  TensorMap saved;  // the derivative
+  uint8_t* mask = nullptr;
+  int64_t mask_stride = 0;  // bytes
+  const void* bias = nullptr;
+  Activation activation = Activation::kNone;
+  int m = 0, n = 0;
+};
+
+template <typename Gemm>
+class LinearActEpilogue : public ChunkEpilogue<Gemm> {
+ public:
+  using Base = ChunkEpilogue<Gemm>;
+  using Params = LinearActEpilogueParams;
+  using typename Base::T;
+
+  __device__ __forceinline__ LinearActEpilogue(const Params& params, int warpgroup,
+                                               const GemmShared<Gemm>& shared)
+      : Base(warpgroup, shared), params_(params), bias_(shared.bias(warpgroup)) {}
+
+  // Fetches the bias, so that nobody waits for it behind the products.
+  __device__ __forceinline__ void prepare(int column) const {
+    if (params_.bias == nullptr) return;
+    const T* const bias = static_cast<const T*>(params_.bias);
+    // Every thread has read those of the last tile.
+    named_barrier(this->barrier_, kWarpgroup);
+    for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < Gemm::kTileColumns;
+         i += kWarpgroup)
+      bias_[i] = column + i < params_.n ? to_compute(bias[column + i]) : 0.0f;
+  }
+
+  __device__ __forceinline__ void finish(const typename Gemm::Sums& sums, int row, int column,
+                                         int /*split*/) {
+    if (params_.bias != nullptr) named_barrier(this->barrier_, kWarpgroup);
+    const bool saves = params_.saves != SavedForBackward::kNone;
+    // The choice is made once for all chunks, so that they have no branches.
+    with_activation(params_.activation, [&](auto act) {
+      if (decltype(act)::kIsLinear || !saves) {
+        write<false>(act, sums, row, column);
+      } else {
+        write<true>(act, sums, row, column);
+      }
+    });
+  }
+
+ private:
+  using Base::kValues;
+
+  static __device__ __forceinline__ void add_bias(float (&z)[kValues], const float* values) {
+    const int quad_lane = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int group = 0; group < kChunk / 8; ++group) {
+      const float2 pair = *reinterpret_cast<const float2*>(values + 8 * group + 2 * quad_lane);
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        z[4 * group + 2 * lower] += pair.x;
+        z[4 * group + 2 * lower + 1] += pair.y;
+      }
+    }
+  }
+
+  template <bool kSaves, typename Act>
+  __device__ __forceinline__ void write(const Act& act, const typename Gemm::Sums& sums, int row,
+                                        int column) {
+    this->for_chunks(sums, row, column, params_.m, params_.n,
+                     [&](auto& z, int at_row, int at_column, int c) {
+                       if (params_.bias != nullptr) add_bias(z, bias_ + c);
+                       write_chunk<kSaves>(act, z, at_row, at_column);
+                     });
+  }
+
+  template <bool kSaves, typename Act>
+  __device__ __forceinline__ void write_chunk(const Act& act, float (&z)[kValues], int row,
+                                              int column) {
+    uint32_t y_pairs[kChunkPairs], derivative_pairs[kChunkPairs];
+    // A part at a time: values and derivatives of a whole chunk would not fit beside the sums.
+    constexpr int kPart = kValues / 4;
+#pragma unroll
+    for (int first = 0; first < kValues; first += kPart) {
+      float part[kPart], y[kPart], derivative[kPart];
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) part[i] = z[first + i];
+      act(part, y, derivative);
+#pragma unroll
+      for (int i = 0; i < kPart; i += 2) {
+        y_pairs[(first + i) / 2] = pack_pair<T>(y[i], y[i + 1]);
+        derivative_pairs[(first + i) / 2] = pack_pair<T>(derivative[i], derivative[i + 1]);
+      }
+    }
+    if constexpr (kSaves && Act::kIsRelu) {
+      store_mask(z, params_.mask, params_.mask_stride, row, column, params_.m, params_.n);
+    } else if constexpr (kSaves) {
+      this->chunks_.store(params_.saved, derivative_pairs, row, column);
+    }
+    this->chunks_.store(params_.output, y_pairs, row, column);
+  }
+
+  const Params& params_;
+  float* bias_;  // of the tile
+};
+
+// What a part of k gives, in float32, for sum_partials.cuh: values[split][row][column], and the
+// sums of a's rows, row_sums[split][row].
+struct PartialsEpilogueParams {
+  float* values = nullptr;
+  float* row_sums = nullptr;  // or null
+  int m = 0, n = 0;           // rows and columns
+};
+
+template <typename Gemm>
+class PartialsEpilogue {
+ public:
+  using Params = PartialsEpilogueParams;
+  static constexpr bool kSumsRows = true;
+
+  __device__ __forceinline__ PartialsEpilogue(const Params& params, int /*warpgroup*/,
+                                              const GemmShared<Gemm>& /*shared*/)
+      : params_(params) {}
+
+  __device__ __forceinline__ void prepare(int /*column*/) const {}
+
+  __device__ __forceinline__ void store_row_sums(const typename Gemm::Sums& sums, int row,
+                                                 int split) const {
+    if (params_.row_sums == nullptr || threadIdx.x % 4 != 0) return;
+#pragma unroll
+    for (int h = 0; h < Gemm::kHalves; ++h) {
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        const int at = row + row_of_thread() + h * kWgmmaRows + 8 * lower;
+        if (at < params_.m)
+          params_.row_sums[int64_t{split} * params_.m + at] = sums.of_rows[h][2 * lower];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(const typename Gemm::Sums& sums, int row, int column,
+                                         int split) const {
+    const int quad_lane = static_cast<int>(threadIdx.x) % 4;
+    const int own_row = row + row_of_thread();
+    const int64_t first_row = int64_t{split} * params_.m;
+    const bool pairs = params_.n % 2 == 0;  // and aligned
+#pragma unroll
+    for (int h = 0; h < Gemm::kHalves; ++h) {
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        const int at = own_row + h * kWgmmaRows + 8 * lower;
+        if (at >= params_.m) continue;
+        float* const values = params_.values + (first_row + at) * params_.n;
+#pragma unroll
+        for (int group = 0; group < Gemm::kTileColumns / 8; ++group) {
+          const float first = sums.values[h][4 * group + 2 * lower];
+          const float second = sums.values[h][4 * group + 2 * lower + 1];
+          const int at_column = column + 8 * group + 2 * quad_lane;
+          if (pairs) {
+            if (at_column < params_.n)
+              *reinterpret_cast<float2*>(values + at_column) = make_float2(first, second);
+          } else {
+            if (at_column < params_.n) values[at_column] = first;
+            if (at_column + 1 < params_.n) values[at_column + 1] = second;
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int row_of_thread() {
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    return thread / kWarpSize * 16 + thread % kWarpSize / 4;
+  }
+
+  const Params& params_;
+};
+
+}  // namespace fusedcuda

@@ -1,0 +1,119 @@
+// Elementwise kernels around the products that cuBLASLt makes, over matrices whose rows may have a
+// pitch.
+#pragma once
+
+#include "common/activation.cuh"
+#include "common/convert.cuh"
+#include "common/iteration.h"
+#include "common/launch.h"
+#include "common/vec.cuh"
+#include "linear_act.h"
+
+namespace fusedcuda {
+
+// kVec elements of a row per thread; blocks of kActRowsThreads threads take rows in turns.
+constexpr int kActRowsThreads = 256;
+
+struct ActRowsKernelParams {
+  const void* input;
+  void* saved;
+  void* output;
+  int64_t count;                                      // of vectors
+  Divider of_row;                                     // vectors
+  int64_t input_stride, output_stride, saved_stride;  // saved: bytes of a mask, or elements
+  Activation activation;
+  SavedForBackward saves;
+};
+
+// y = act(z).
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kActRowsThreads)
+    act_rows_kernel(const __grid_constant__ ActRowsKernelParams params) {
+  using C = Compute<T>;
+  constexpr bool kFast = sizeof(T) == 2;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t step = int64_t{gridDim.x} * kActRowsThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kActRowsThreads + threadIdx.x; i < params.count;
+       i += step) {
+    int64_t vector;
+    const int64_t row = params.of_row.divide(i, &vector), column = vector * kVec;
+    const T* const from = static_cast<const T*>(params.input) + row * params.input_stride + column;
+    T* const to = static_cast<T*>(params.output) + row * params.output_stride + column;
+    C z[kVec], ones[kVec], y[kVec], derivative[kVec];
+    unpack(load_vector<T, kVec>(from), z);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) ones[j] = C(1);
+    activate<kFast>(params.activation, z, ones, y, derivative);
+    if (params.saves == SavedForBackward::kDerivative) {
+      T* const saved = static_cast<T*>(params.saved) + row * params.saved_stride + column;
+      store_vector(saved, pack<T, kVec>(derivative));
+    }
+    store_vector(to, pack<T, kVec>(y));
+  }
+}
+
+// dz = dy * act'(z).
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kActRowsThreads)
+    act_rows_bwd_kernel(const __grid_constant__ ActRowsKernelParams params) {
+  using C = Compute<T>;
+  constexpr bool kFast = sizeof(T) == 2;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t step = int64_t{gridDim.x} * kActRowsThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kActRowsThreads + threadIdx.x; i < params.count;
+       i += step) {
+    int64_t vector;
+    const int64_t row = params.of_row.divide(i, &vector), column = vector * kVec;
+    const T* const from = static_cast<const T*>(params.input) + row * params.input_stride + column;
+    T* const to = static_cast<T*>(params.output) + row * params.output_stride + column;
+    C dy[kVec], saved[kVec], y[kVec], dz[kVec];
+    unpack(load_vector<T, kVec>(from), dy);
+    if (params.saves == SavedForBackward::kMask) {
+      // A vector's bits are in one byte.
+      const uint8_t bits =
+          static_cast<const uint8_t*>(params.saved)[row * params.saved_stride + column / 8];
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) dz[j] = bits >> ((column + j) % 8) & 1 ? dy[j] : C(0);
+    } else {
+      const T* const values =
+          static_cast<const T*>(params.saved) + row * params.saved_stride + column;
+      unpack(load_vector<T, kVec>(values), saved);
+      if (params.saves == SavedForBackward::kDerivative) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) dz[j] = dy[j] * saved[j];
+      } else {
+        activate<kFast>(params.activation, saved, dy, y, dz);
+      }
+    }
+    store_vector(to, pack<T, kVec>(dz));
+  }
+}
+
+// The mask of a ReLU: a thread has eight elements, one byte.
+template <typename T>
+__global__ void __launch_bounds__(kActRowsThreads)
+    relu_mask_kernel(const __grid_constant__ ActRowsKernelParams params, int64_t columns) {
+  using C = Compute<T>;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t step = int64_t{gridDim.x} * kActRowsThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kActRowsThreads + threadIdx.x; i < params.count;
+       i += step) {
+    int64_t byte;
+    const int64_t row = params.of_row.divide(i, &byte), first = byte * 8;
+    const T* const from = static_cast<const T*>(params.input) + row * params.input_stride + first;
+    T* const to = static_cast<T*>(params.output) + row * params.output_stride + first;
+    unsigned bits = 0;
+    for (int j = 0; j < 8 && first + j < columns; ++j) {
+      const C z = to_compute(from[j]);
+      bits |= (z <= C(0) ? 0u : 1u) << j;
+      to[j] = z <= C(0) ? from_compute<T>(C(0)) : from[j];
+    }
+    static_cast<uint8_t*>(params.saved)[row * params.saved_stride + byte] =
+        static_cast<uint8_t>(bits);
+  }
+}
+
+}  // namespace fusedcuda

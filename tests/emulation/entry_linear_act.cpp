@@ -1,0 +1,98 @@
+// The kernels of linear_act as csrc/bindings/linear_act.cpp launches them, emulated.
+#include "entry.h"
+#include "kernels/linear_act.h"
+#include "kernels/linear_act_config.h"
+
+namespace {
+
+using namespace fusedcuda;
+
+// Call in linear_act_emulator.py.
+struct Call {
+  int dtype, activation, saves, kind;
+  int64_t m, n, k;
+  void *a, *b, *bias, *input, *saved, *output;
+  int64_t a_stride, b_stride, input_stride, output_stride;
+  void *dy, *x, *weight, *dx, *dweight, *dbias;
+  int64_t dy_stride, x_stride, weight_stride, dx_stride;
+  int b_k_is_inner;
+  int num_sms, in_turns, group;  // in_turns: -1 to choose
+  int splits;                    // result: of dweight
+};
+
+enum Kind { kProduct, kGradient, kActivate, kActivateBackward };
+
+void product(Call* call) {
+  LinearActParams params;
+  params.dtype = static_cast<DType>(call->dtype);
+  params.activation = static_cast<Activation>(call->activation);
+  params.m = call->m;
+  params.n = call->n;
+  params.k = call->k;
+  params.a = {call->a, call->a_stride, true};
+  params.b = {call->b, call->b_stride, call->b_k_is_inner != 0};
+  params.bias = call->bias;
+  params.output = {call->output, call->output_stride};
+  params.saves = static_cast<SavedForBackward>(call->saves);
+  params.saved = call->saved;
+  DeviceTraits device;
+  device.num_sms = call->num_sms;
+  emulation::check(hopper_can_run(params, device), "the Hopper kernel cannot run this");
+  LinearActConfig config = choose_linear_act_config(params, device);
+  if (call->in_turns >= 0) config = with_tile(params, device, call->in_turns != 0);
+  if (call->group > 0) config.group = call->group;
+  emulation::check_launch(launch_linear_act(params, config, nullptr));
+}
+
+void gradient(Call* call) {
+  LinearActBwdParams params;
+  params.dtype = static_cast<DType>(call->dtype);
+  params.saves = static_cast<SavedForBackward>(call->saves);
+  params.m = call->m;
+  params.n = call->n;
+  params.k = call->k;
+  params.dy = {call->dy, call->dy_stride};
+  params.saved = call->saved;
+  params.x = {call->x, call->x_stride};
+  params.weight = {call->weight, call->weight_stride};
+  params.dx = {call->dx, call->dx_stride};
+  params.dweight = call->dweight;
+  params.dbias = call->dbias;
+  DeviceTraits device;
+  device.num_sms = call->num_sms;
+  emulation::check(hopper_can_run(params, device), "the Hopper kernels cannot run this");
+  const LinearActBwdConfig config = choose_linear_act_bwd_config(params, device);
+  call->splits = config.dweight.splits;
+  const emulation::Workspace workspace(config.workspace_bytes);
+  emulation::check_launch(launch_linear_act_bwd(params, config, workspace.data(), nullptr));
+  workspace.check();
+}
+
+void elementwise(const Call& call) {
+  ActRowsParams params;
+  params.dtype = static_cast<DType>(call.dtype);
+  params.activation = static_cast<Activation>(call.activation);
+  params.backward = call.kind == kActivateBackward;
+  params.m = call.m;
+  params.n = call.n;
+  params.input = {call.input, call.input_stride};
+  params.saves = static_cast<SavedForBackward>(call.saves);
+  params.saved = call.saved;
+  params.output = {call.output, call.output_stride};
+  params.dependent = true;
+  emulation::check_launch(launch_act_rows(params, nullptr));
+}
+
+}  // namespace
+
+EXPORT int emulate(Call* call, char* error, size_t error_size) {
+  return emulation::report_errors(error, error_size, [&] {
+    if (call->kind == kProduct) {
+      product(call);
+    } else if (call->kind == kGradient) {
+      gradient(call);
+    } else {
+      elementwise(*call);
+    }
+  });
+}

@@ -1,0 +1,197 @@
+"""The kernels of linear_act on the CPU, as csrc/bindings/linear_act.cpp launches them."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+import torch
+from emulator import DTYPES, Library, address
+from torch import Tensor
+
+from fusedcuda.ops._activations import ACTIVATIONS
+
+
+class Saves(IntEnum):
+    """What is kept for the gradient: enum class SavedForBackward."""
+
+    NONE = 0
+    MASK = 1
+    PRE_ACTIVATION = 2
+    DERIVATIVE = 3
+
+
+PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD = range(4)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("dtype", "activation", "saves", "kind")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k")),
+        *((name, ctypes.c_void_p) for name in ("a", "b", "bias", "input", "saved", "output")),
+        *((f"{name}_stride", ctypes.c_int64) for name in ("a", "b", "input", "output")),
+        *((name, ctypes.c_void_p) for name in ("dy", "x", "weight", "dx", "dweight", "dbias")),
+        *((f"{name}_stride", ctypes.c_int64) for name in ("dy", "x", "weight", "dx")),
+        ("b_k_is_inner", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("num_sms", "in_turns", "group", "splits")),
+    )
+
+    def set_matrix(self, name: str, matrix: Tensor | None) -> None:
+        setattr(self, name, address(matrix))
+        if matrix is not None:
+            setattr(self, f"{name}_stride", matrix.stride(0))
+
+
+def mask_row_bytes(n: int) -> int:
+    return (n + 127) // 128 * 16
+
+
+def empty_saved(saves: Saves, m: int, n: int, dtype: torch.dtype) -> Tensor | None:
+    if saves is Saves.NONE:
+        return None
+    if saves is Saves.MASK:
+        return torch.empty(m, mask_row_bytes(n), dtype=torch.uint8)
+    return torch.empty(m, n, dtype=dtype)
+
+
+def packed_mask(positive: Tensor) -> Tensor:
+    """The bits of a matrix of truth values, as the kernels store them."""
+    padded = torch.nn.functional.pad(positive, (0, -positive.shape[1] % 128))
+    bits = padded.view(positive.shape[0], -1, 8).int() << torch.arange(8)
+    return bits.sum(-1).to(torch.uint8)
+
+
+class LinearActEmulator(Library):
+    """`num_sms`: of the GPU, few of which make a block compute several tiles."""
+
+    num_sms = 4
+    splits = 0  # of the last gradient
+
+    def linear_act(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        *,
+        saves: Saves = Saves.NONE,
+        in_turns: bool | None = None,
+        group: int = 0,
+        output: Tensor | None = None,
+    ) -> list[Tensor]:
+        """[y], or [y, what is saved of z]."""
+        m, k = x.shape
+        n = weight.shape[0]
+        k_is_inner = weight.stride(1) == 1
+        output = torch.empty(m, n, dtype=x.dtype) if output is None else output
+        saved = empty_saved(saves, m, n, x.dtype)
+
+        def call(
+            x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, saved: Tensor | None
+        ) -> ctypes.Structure:
+            call = _Call(
+                kind=PRODUCT,
+                dtype=DTYPES.index(x.dtype),
+                activation=list(ACTIVATIONS).index(activation),
+                saves=saves,
+                m=m,
+                n=n,
+                k=k,
+                b_k_is_inner=k_is_inner,
+                bias=address(bias),
+                saved=address(saved),
+                num_sms=self.num_sms,
+                in_turns=-1 if in_turns is None else in_turns,
+                group=group,
+            )
+            call.set_matrix("a", x)
+            call.set_matrix("b", weight if k_is_inner else weight.T)
+            call.set_matrix("output", y)
+            return call
+
+        return self.run("linear_act", call, [x, weight, bias], [output, saved])
+
+    def backward(
+        self,
+        dy: Tensor,
+        saved: Tensor,
+        x: Tensor | None,
+        weight: Tensor | None,
+        *,
+        saves: Saves,
+        bias: bool = True,
+    ) -> list[Tensor]:
+        """Of dx (with a weight), dweight (with x) and dbias (with both x and `bias`)."""
+        m, n = dy.shape
+        k = next(t for t in (x, weight) if t is not None).shape[1]
+
+        def empty(wanted: bool, *shape: int) -> Tensor | None:
+            return torch.empty(shape, dtype=dy.dtype) if wanted else None
+
+        outputs = [
+            empty(weight is not None, m, k),
+            empty(x is not None, n, k),
+            empty(x is not None and bias, n),
+        ]
+
+        def call(
+            dy: Tensor,
+            saved: Tensor,
+            x: Tensor | None,
+            weight: Tensor | None,
+            dx: Tensor | None,
+            dweight: Tensor | None,
+            dbias: Tensor | None,
+        ) -> ctypes.Structure:
+            call = _Call(
+                kind=GRADIENT,
+                dtype=DTYPES.index(dy.dtype),
+                saves=saves,
+                m=m,
+                n=n,
+                k=k,
+                saved=address(saved),
+                dweight=address(dweight),
+                dbias=address(dbias),
+                num_sms=self.num_sms,
+            )
+            for name, matrix in (("dy", dy), ("x", x), ("weight", weight), ("dx", dx)):
+                call.set_matrix(name, matrix)
+            return call
+
+        def returned(call: ctypes.Structure) -> None:
+            self.splits = call.splits
+
+        return self.run("linear_act_bwd", call, [dy, saved, x, weight], outputs, returned)
+
+    def act_rows(
+        self,
+        x: Tensor,
+        activation: str,
+        *,
+        saves: Saves = Saves.NONE,
+        saved: Tensor | None = None,
+        output: Tensor | None = None,
+    ) -> list[Tensor]:
+        """[act(x)], with what is saved of x, or with `saved` [x * act'(z)]."""
+        output = torch.empty(x.shape, dtype=x.dtype) if output is None else output
+        is_backward = saved is not None
+        kept = None if is_backward else empty_saved(saves, *x.shape, x.dtype)
+
+        def call(
+            x: Tensor, saved: Tensor | None, y: Tensor, kept: Tensor | None
+        ) -> ctypes.Structure:
+            call = _Call(
+                kind=ACTIVATE_BACKWARD if is_backward else ACTIVATE,
+                dtype=DTYPES.index(x.dtype),
+                activation=list(ACTIVATIONS).index(activation),
+                saves=saves,
+                m=x.shape[0],
+                n=x.shape[1],
+                saved=address(saved if is_backward else kept),
+            )
+            call.set_matrix("input", x)
+            call.set_matrix("output", y)
+            return call
+
+        return self.run("act_rows", call, [x, saved], [output, kept])

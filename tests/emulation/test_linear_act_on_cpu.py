@@ -1,0 +1,248 @@
+"""The kernels of linear_act, run by the emulator of this folder, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from linear_act_emulator import LinearActEmulator, Saves, packed_mask
+from reference import ACTIVATIONS
+from row_emulator import assert_rounded
+from torch import Tensor
+
+HALVES = (torch.float16, torch.bfloat16)
+both_tiles = pytest.mark.parametrize("in_turns", [True, False], ids=["in turns", "together"])
+
+
+@pytest.fixture
+def linear(build_family: Callable[[str], Path]) -> LinearActEmulator:
+    return LinearActEmulator(build_family("linear_act"))
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.randn(m, k).to(dtype),
+        (torch.randn(n, k) / k**0.5).to(dtype),
+        torch.randn(n).to(dtype),
+    )
+
+
+@both_tiles
+def test_product(linear: LinearActEmulator, in_turns: bool) -> None:
+    x, weight, bias = operands(300, 264, 136, torch.bfloat16)
+    (y,) = linear.linear_act(x, weight, bias, "none", in_turns=in_turns)
+    assert_rounded("y", y, x.double() @ weight.double().T + bias.double())
+
+
+def unpacked(mask: Tensor, n: int) -> Tensor:
+    bits = mask[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.reshape(mask.shape[0], -1)[:, :n].bool()
+
+
+def derivative(activation: str, z: Tensor) -> Tensor:
+    leaf = z.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(ACTIVATIONS[activation](leaf).sum(), leaf)
+    return gradient
+
+
+def check(
+    linear: LinearActEmulator,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    *,
+    saves: Saves = Saves.NONE,
+    **options: object,
+) -> None:
+    """The output, and what is saved of z, against float64."""
+    z = x.double() @ weight.double().T
+    if bias is not None:
+        z = z + bias.double()
+    y, *saved = linear.linear_act(x, weight, bias, activation, saves=saves, **options)
+    # 32 roundings of the terms of z: a sum of k products is not exact to the last bit.
+    size = 1 + z.abs().max().item()
+    assert_rounded("y", y, ACTIVATIONS[activation](z), magnitude=size)
+    if saves is Saves.DERIVATIVE:
+        assert_rounded("derivative", saved[0], derivative(activation, z), magnitude=4 * size)
+    if saves is Saves.MASK:
+        # Where z is so near to 0 that the order of its sum decides, both are right.
+        sure = z.abs() > 1e-5 * size
+        assert torch.equal(unpacked(saved[0], z.shape[1])[sure], (z > 0)[sure])
+
+
+@both_tiles
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("k_is_inner", [True, False], ids=["nk", "kn"])
+def test_layouts_of_the_weight(
+    linear: LinearActEmulator, dtype: torch.dtype, k_is_inner: bool, in_turns: bool
+) -> None:
+    x, weight, bias = operands(136, 520, 200, dtype)
+    if not k_is_inner:
+        weight = weight.T.contiguous().T
+    check(linear, x, weight, bias, in_turns=in_turns)
+
+
+@both_tiles
+@pytest.mark.parametrize("shape", [(1, 8, 8), (5, 72, 16), (129, 40, 24), (64, 136, 64)], ids=str)
+def test_small_products(
+    linear: LinearActEmulator, shape: tuple[int, int, int], in_turns: bool
+) -> None:
+    check(linear, *operands(*shape, torch.bfloat16), in_turns=in_turns)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(linear: LinearActEmulator, activation: str) -> None:
+    x, weight, bias = operands(70, 136, 72, torch.bfloat16)
+    check(linear, x, weight, bias, activation)
+    if activation != "none":
+        saves = Saves.MASK if activation == "relu" else Saves.DERIVATIVE
+        check(linear, x, weight, bias, activation, saves=saves)
+
+
+@both_tiles
+def test_mask_of_a_ragged_matrix(linear: LinearActEmulator, in_turns: bool) -> None:
+    """300 columns: a mask of 304 bits is stored, in rows of 48 bytes."""
+    x, weight, bias = operands(140, 304, 72, torch.float16)
+    check(linear, x, weight[:300], bias[:300], "relu", saves=Saves.MASK, in_turns=in_turns,
+          output=torch.empty(140, 304, dtype=torch.float16)[:, :300])  # fmt: skip
+
+
+@both_tiles
+@pytest.mark.parametrize("num_sms", [2, 6])
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_blocks_with_many_tiles(
+    linear: LinearActEmulator, num_sms: int, group: int, in_turns: bool
+) -> None:
+    """More rounds of the stages than there are stages, odd and even numbers of tiles."""
+    linear.num_sms = num_sms
+    x, weight, bias = operands(900, 264, 200, torch.bfloat16)
+    check(linear, x, weight, bias, "relu", saves=Saves.MASK, group=group, in_turns=in_turns)
+
+
+def test_without_bias_and_with_one_that_is_not_aligned(linear: LinearActEmulator) -> None:
+    x, weight, bias = operands(40, 72, 40, torch.bfloat16)
+    check(linear, x, weight, None)
+    check(linear, x, weight, torch.cat([bias[:1], bias])[1:])
+
+
+def test_rows_with_a_pitch(linear: LinearActEmulator) -> None:
+    x, weight, bias = operands(70, 72, 64, torch.bfloat16)
+    wide_x, wide_weight = torch.randn(70, 80).bfloat16(), torch.randn(72, 72).bfloat16()
+    wide_x[:, :64], wide_weight[:, :64] = x, weight
+    output = torch.empty(70, 88, dtype=torch.bfloat16)[:, 8:80]
+    check(linear, wide_x[:, :64], wide_weight[:, :64], bias, output=output)
+
+
+def test_values_that_are_not_finite(linear: LinearActEmulator) -> None:
+    x, weight, _ = operands(8, 16, 16, torch.bfloat16)
+    x[1, 2], x[3, 4] = torch.nan, torch.inf
+    weight[:, 4] = 1
+    y, mask = linear.linear_act(x, weight, None, "relu", saves=Saves.MASK)
+    assert y[1].isnan().all()
+    assert (y[3] == torch.inf).all()
+    # As torch's gradient of relu: that of a NaN passes.
+    assert (mask[1, :2] == 255).all()
+    assert (mask[3, :2] == 255).all()
+
+
+# ---- Elementwise kernels -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("n", [64, 37])
+def test_act_rows(linear: LinearActEmulator, dtype: torch.dtype, activation: str, n: int) -> None:
+    z = (2 * torch.randn(9, n)).to(dtype)
+    (y,) = linear.act_rows(z, activation)
+    assert_rounded("y", y, ACTIVATIONS[activation](z.double()), magnitude=4)
+    if activation == "none":
+        return
+    slope = derivative(activation, z.double())
+    dy = torch.randn(9, n).to(dtype)
+    if activation == "relu":
+        again, mask = linear.act_rows(z, activation, saves=Saves.MASK)
+        assert torch.equal(again, y)
+        assert torch.equal(unpacked(mask, n), z > 0)
+        saved, saves = mask, Saves.MASK
+    else:
+        again, derivatives = linear.act_rows(z, activation, saves=Saves.DERIVATIVE)
+        assert torch.equal(again, y)
+        assert_rounded("derivative", derivatives, slope, magnitude=4)
+        (dz,) = linear.act_rows(dy, activation, saved=derivatives, saves=Saves.DERIVATIVE)
+        assert_rounded("dz", dz, dy.double() * derivatives.double())
+        saved, saves = z, Saves.PRE_ACTIVATION
+    (dz,) = linear.act_rows(dy, activation, saved=saved, saves=saves)
+    assert_rounded("dz", dz, dy.double() * slope, magnitude=4)
+    (in_place,) = linear.act_rows(dy, activation, saved=saved, saves=saves, output=dy)
+    assert torch.equal(in_place, dz)
+
+
+def test_act_rows_with_a_pitch(linear: LinearActEmulator) -> None:
+    dy, z = torch.randn(5, 40)[:, :32], torch.randn(5, 32)
+    output = torch.empty(5, 48)[:, 8:40]
+    (dz,) = linear.act_rows(dy, "relu_squared", saved=z, saves=Saves.PRE_ACTIVATION, output=output)
+    assert_rounded("dz", dz, 2 * z.double().relu() * dy.double(), magnitude=4)
+
+
+# ---- Gradient ------------------------------------------------------------------------------------
+
+
+def check_gradient(
+    linear: LinearActEmulator, m: int, n: int, k: int, saves: Saves, dtype: torch.dtype
+) -> None:
+    dy = torch.randn(m, n).to(dtype)
+    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    if saves is Saves.MASK:
+        positive = torch.rand(m, n) < 0.6
+        saved, dz = packed_mask(positive), dy * positive
+    else:
+        saved = torch.randn(m, n).to(dtype)
+        dz = dy * saved
+    dx, dweight, dbias = linear.backward(dy, saved, x, weight, saves=saves)
+    dz, x, weight = dz.double(), x.double(), weight.double()
+    for name, actual, expected in (
+        ("dx", dx, dz @ weight),
+        ("dweight", dweight, dz.T @ x),
+        ("dbias", dbias, dz.sum(0)),
+    ):
+        assert_rounded(name, actual, expected, magnitude=1 + expected.abs().max().item())
+
+
+both_scales = pytest.mark.parametrize("saves", [Saves.MASK, Saves.DERIVATIVE], ids=["mask", "g"])
+
+
+@both_scales
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gradient(linear: LinearActEmulator, saves: Saves, dtype: torch.dtype) -> None:
+    check_gradient(linear, 200, 136, 264, saves, dtype)
+
+
+@both_scales
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 40, 16), (70, 264, 24), (65, 8, 72)], ids=str)
+def test_gradient_of_small_products(
+    linear: LinearActEmulator, saves: Saves, shape: tuple[int, int, int]
+) -> None:
+    check_gradient(linear, *shape, saves, torch.bfloat16)
+
+
+@both_scales
+def test_gradient_in_parts(linear: LinearActEmulator, saves: Saves) -> None:
+    """dweight of 1200 rows in two parts, one of nine blocks of k and one of ten."""
+    check_gradient(linear, 1200, 264, 40, saves, torch.bfloat16)
+    assert linear.splits == 1
+    linear.num_sms = 8
+    check_gradient(linear, 1200, 264, 40, saves, torch.bfloat16)
+    assert linear.splits == 2
+
+
+def test_gradients_one_by_one(linear: LinearActEmulator) -> None:
+    dy, x, weight = (torch.randn(s).bfloat16() for s in ((70, 72), (70, 40), (72, 40)))
+    saved = torch.randn(70, 72).bfloat16()
+    all_three = linear.backward(dy, saved, x, weight, saves=Saves.DERIVATIVE)
+    (dx,) = linear.backward(dy, saved, None, weight, saves=Saves.DERIVATIVE)
+    (dweight,) = linear.backward(dy, saved, x, None, saves=Saves.DERIVATIVE, bias=False)
+    assert torch.equal(dx, all_three[0])
+    assert torch.equal(dweight, all_three[1])
