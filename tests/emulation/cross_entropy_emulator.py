@@ -19,7 +19,7 @@ class _Call(ctypes.Structure):
         ("rows", Rows),
         *((name, Matrix) for name in ("logits", "gradient")),
         *((name, ctypes.c_void_p) for name in ("target", "weight", "grad_loss")),
-        *((name, ctypes.c_void_p) for name in ("loss", "lse", "normalizer")),
+        *((name, ctypes.c_void_p) for name in ("loss", "statistics", "normalizer")),
         ("target_is_int32", ctypes.c_int),
         *((name, ctypes.c_int64) for name in ("ignore_index", "grad_stride")),
         *((name, ctypes.c_double) for name in ("label_smoothing", "z_loss", "softcap")),
@@ -79,14 +79,14 @@ class CrossEntropyEmulator(RowLibrary):
         options: Options = PLAIN,
         with_gradient: bool = False,
     ) -> list[Tensor]:
-        """[loss, lse, normalizer] and, with_gradient, that of the logits."""
+        """[loss, statistics, normalizer] and, with_gradient, that of the logits."""
 
         def call(
             logits: Tensor,
             target: Tensor,
             weight: Tensor | None,
             loss: Tensor,
-            lse: Tensor,
+            statistics: Tensor,
             normalizer: Tensor,
             gradient: Tensor | None,
         ) -> ctypes.Structure:
@@ -98,7 +98,7 @@ class CrossEntropyEmulator(RowLibrary):
                 target_is_int32=target.dtype == torch.int32,
                 weight=address(weight),
                 loss=address(loss),
-                lse=address(lse),
+                statistics=address(statistics),
                 normalizer=address(normalizer),
                 **options.fields(),
             )
@@ -109,7 +109,7 @@ class CrossEntropyEmulator(RowLibrary):
 
         dtype = compute_dtype(logits)
         reduced = options.reduction != "none"
-        shapes = (() if reduced else target.shape, target.shape, (2 if reduced else 0,))
+        shapes = (() if reduced else target.shape, (*target.shape, 2), (2 if reduced else 0,))
         outputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
         gradient = torch.empty(logits.shape, dtype=logits.dtype) if with_gradient else None
         inputs = [logits, target, weight]
@@ -120,7 +120,7 @@ class CrossEntropyEmulator(RowLibrary):
         grad_loss: Tensor,
         logits: Tensor,
         target: Tensor,
-        lse: Tensor,
+        statistics: Tensor,
         normalizer: Tensor,
         weight: Tensor | None = None,
         options: Options = PLAIN,
@@ -134,7 +134,7 @@ class CrossEntropyEmulator(RowLibrary):
             grad_loss: Tensor,
             logits: Tensor,
             target: Tensor,
-            lse: Tensor,
+            statistics: Tensor,
             normalizer: Tensor,
             weight: Tensor | None,
             before: Tensor | None,
@@ -149,7 +149,7 @@ class CrossEntropyEmulator(RowLibrary):
                 weight=address(weight),
                 grad_loss=address(grad_loss),
                 grad_stride=grad_loss.stride(0) if grad_loss.dim() else 0,
-                lse=address(lse),
+                statistics=address(statistics),
                 normalizer=address(normalizer),
                 unless_one=unless_one,
                 backward=True,
@@ -162,6 +162,6 @@ class CrossEntropyEmulator(RowLibrary):
 
         output = torch.empty(logits.shape, dtype=logits.dtype) if gradient is None else gradient
         # As an input too, what is given keeps its values until the kernel writes others.
-        inputs = [grad_loss, logits, target, lse, normalizer, weight, gradient]
+        inputs = [grad_loss, logits, target, statistics, normalizer, weight, gradient]
         (result,) = self.run("cross_entropy_backward", call, inputs, [output], remember)
         return result

@@ -12,7 +12,7 @@ struct Call {
   emulation::Rows rows;
   emulation::Matrix logits, gradient;
   const void *target, *weight, *grad_loss;
-  void *loss, *lse, *normalizer;
+  void *loss, *statistics, *normalizer;
   int target_is_int32;
   int64_t ignore_index, grad_stride;
   double label_smoothing, z_loss, softcap;
@@ -50,7 +50,7 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
     params.softcap = call->softcap;
     params.reduction = static_cast<Reduction>(call->reduction);
     params.loss = call->loss;
-    params.lse = call->lse;
+    params.statistics = call->statistics;
     params.normalizer = call->normalizer;
     params.grad_loss = call->grad_loss;
     params.grad_stride = call->grad_stride;

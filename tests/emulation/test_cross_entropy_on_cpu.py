@@ -64,7 +64,7 @@ def check(
     weight: Tensor | None = None,
     options: Options = PLAIN,
 ) -> RowConfig:
-    """Loss, lse, normalizer and every way to the gradient; returns what the forward chose."""
+    """Everything the forward returns and every way to the gradient; returns what it chose."""
     leaf = logits.double().requires_grad_()
     loss = expected_loss(leaf, target, weight, options)
     grad_loss = torch.rand(loss.shape).to(compute_dtype(logits)) + 0.5
@@ -75,23 +75,24 @@ def check(
     valid = target != options.ignore_index
     weights = torch.ones(logits.shape[-1]) if weight is None else weight
 
-    actual, lse, normalizer, gradient = entropy.forward(
+    actual, statistics, normalizer, gradient = entropy.forward(
         logits, target, weight, options, with_gradient=True
     )
     config = entropy.config
     assert_rounded("loss", actual, loss.detach(), ulps=64)
     assert_rounded("gradient", gradient, ones)
     capped = leaf if not options.softcap else options.softcap * torch.tanh(leaf / options.softcap)
-    assert_rounded("lse", lse, capped.detach().logsumexp(-1), ulps=8)
+    maximum, total = statistics.unbind(-1)
+    assert_rounded("lse", maximum + total.log(), capped.detach().logsumexp(-1), ulps=8)
     if options.reduction != "none":
         sums = torch.stack([weights[target[valid].long()].double().sum(), valid.sum().double()])
         assert_rounded("normalizer", normalizer, sums, ulps=8)
 
     alone = entropy.forward(logits, target, weight, options)
-    together = [actual, lse, normalizer]  # the same bits with a gradient and without
+    together = [actual, statistics, normalizer]  # the same bits with a gradient and without
     torch.testing.assert_close(alone, together, rtol=0, atol=0, equal_nan=True)
 
-    saved = (logits, target, lse, normalizer, weight, options)
+    saved = (logits, target, statistics, normalizer, weight, options)
     assert_rounded("backward", entropy.backward(grad_loss, *saved), scaled)
     in_place = entropy.backward(grad_loss, *saved, gradient=logits)
     assert_rounded("backward in place", in_place, scaled)
@@ -220,20 +221,28 @@ def test_logits_that_are_not_finite(entropy, classes, dtype) -> None:
     logits[5:, -1] = special
     target = torch.zeros(10, dtype=torch.long)
     x = logits.to(dtype)
-    loss, _, _, gradient = entropy.forward(
-        x, target, None, Options(reduction="none"), with_gradient=True
-    )
+    options = Options(reduction="none")
+    loss, statistics, normalizer, gradient = entropy.forward(x, target, None, options, True)
     leaf = x.double().requires_grad_()
     expected = F.cross_entropy(leaf, target, reduction="none")
     assert_rounded("loss", loss[[0, 1, 2, 5, 6, 7, 8]], expected[[0, 1, 2, 5, 6, 7, 8]])
     (ones,) = torch.autograd.grad(expected.sum(), leaf)
     assert_rounded("gradient", gradient, ones)
+    saved = (x, target, statistics, normalizer, None, options)
+    assert_rounded("backward", entropy.backward(torch.ones_like(loss), *saved), ones)
+
+
+@pytest.mark.parametrize("offset", [50.0, -50.0, 1e4, -1e4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_logits_far_from_zero(entropy, dtype, offset) -> None:
+    logits, target = make(3, 300, dtype)
+    check(entropy, logits + offset, target, None, Options(label_smoothing=0.1, reduction="sum"))
 
 
 def test_a_gradient_that_is_one_stays(entropy) -> None:
     logits, target = make(5, 40, torch.bfloat16)
-    _, lse, normalizer, gradient = entropy.forward(logits, target, with_gradient=True)
-    saved = (logits, target, lse, normalizer)
+    _, statistics, normalizer, gradient = entropy.forward(logits, target, with_gradient=True)
+    saved = (logits, target, statistics, normalizer)
     mine = torch.full_like(logits, 7.0)
     for value, stays in ((1.0, True), (1.0 + 1e-6, False)):
         written = entropy.backward(
@@ -246,9 +255,9 @@ def test_a_gradient_that_is_one_stays(entropy) -> None:
 def test_expanded_gradient_of_the_loss(entropy) -> None:
     logits, target = make(5, 40, torch.float32)
     options = Options(reduction="none")
-    _, lse, normalizer, gradient = entropy.forward(logits, target, None, options, True)
+    _, statistics, normalizer, gradient = entropy.forward(logits, target, None, options, True)
     grad_loss = torch.tensor(3.0).expand(5)
-    actual = entropy.backward(grad_loss, logits, target, lse, normalizer, None, options)
+    actual = entropy.backward(grad_loss, logits, target, statistics, normalizer, None, options)
     assert_rounded("gradient", actual, 3 * gradient.double(), ulps=4)
 
 
@@ -264,11 +273,11 @@ def test_target_out_of_range(entropy, wrong, reduction) -> None:
 def test_many_tiles(entropy) -> None:
     """A row of the backward in several tiles, and blocks that take several of them."""
     logits, target = make(3, 20000, torch.bfloat16)
-    _, lse, normalizer, gradient = entropy.forward(logits, target, with_gradient=True)
+    _, statistics, normalizer, gradient = entropy.forward(logits, target, with_gradient=True)
     for unless_one in (False, True):
         actual = entropy.backward(
             torch.tensor(2.0),
-            *(logits, target, lse, normalizer),
+            *(logits, target, statistics, normalizer),
             gradient=torch.empty_like(logits),
             unless_one=unless_one,
         )
