@@ -266,3 +266,16 @@ def test_large_and_shifted_logits(device):
         torch.testing.assert_close(loss, exact, rtol=1e-6, atol=1e-6)
     far = torch.linspace(-3e4, 3e4, 300, device=device).repeat(6, 1)
     same_as_eager(far, target, reduction="none")
+
+
+@every_reduction
+@pytest.mark.parametrize("offset", [0.0, 50.0, -50.0, 1e4, -1e4])
+def test_the_gradient_is_as_exact_as_that_of_torch(offset, reduction, device):
+    """A backward from the rounded lse is not: its error grows as lse does."""
+    rows = 32
+    logits, target, _ = random_problem(rows, 130, device=device)
+    logits = 4 * logits + offset
+    for incoming in incoming_gradients(reduction, rows):
+        check_loss(logits, target, incoming, reduction=reduction)
+        check_loss(logits, target, incoming, reduction=reduction, label_smoothing=0.1)
+        check_loss(logits, target, incoming, inplace_backward=True, reduction=reduction)

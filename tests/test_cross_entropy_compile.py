@@ -58,8 +58,8 @@ def test_opcheck(reduction, device):
             given = (logits, classes, None, *raw[1:])
         for with_gradient in (False, True):
             torch.library.opcheck(forward, (*given, with_gradient))
-        loss, lse, normalizer = forward(*given, False)
-        saved = (torch.randn_like(loss), logits, classes, lse, normalizer, *given[2:])
+        loss, statistics, normalizer = forward(*given, False)
+        saved = (torch.randn_like(loss), logits, classes, statistics, normalizer, *given[2:])
         torch.library.opcheck(backward, saved)
         torch.library.opcheck(backward_, (torch.zeros(logits.shape, device=device), *saved, False))
         if reduction != "none":
@@ -69,14 +69,15 @@ def test_opcheck(reduction, device):
 def test_unless_one_leaves_the_gradient_alone(device):
     logits, target, _ = random_problem(4, 6, device=device)
     options = raw_options("mean", {})
-    loss, lse, normalizer, gradient = forward(logits, target, *options, True)
+    loss, statistics, normalizer, gradient = forward(logits, target, *options, True)
     for factor in (1.0, 2.0):
-        saved = (torch.full_like(loss, factor), logits, target, lse, normalizer, *options)
+        saved = (torch.full_like(loss, factor), logits, target, statistics, normalizer, *options)
         for written in (torch.full_like(logits, 7.0), transposed(torch.full_like(logits, 7.0))):
             backward_(written, *saved, True)
             expected = torch.full_like(logits, 7.0) if factor == 1 else factor * gradient
             torch.testing.assert_close(written, expected)
-    saved = (lse, logits, target, lse, normalizer[:0], *raw_options("none", {}))
+    none = raw_options("none", {})
+    saved = (torch.ones_like(logits[:, 0]), logits, target, statistics, normalizer[:0], *none)
     with pytest.raises((ValueError, RuntimeError), match="unless_one"):
         backward_(torch.empty_like(logits), *saved, True)
 

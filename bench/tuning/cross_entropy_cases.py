@@ -23,13 +23,13 @@ def cases() -> dict[str, Callable[[], object]]:
     def add(rows: int, classes: int) -> None:
         logits = new(rows, classes)
         target = torch.randint(classes, (rows,), device=logits.device)
-        loss, lse, normalizer = raw.cross_entropy_forward(logits, target, *plain, False)
+        loss, statistics, normalizer = raw.cross_entropy_forward(logits, target, *plain, False)
         factor = torch.full_like(loss, 0.5)
         calls.update({
             f"fwd+grad {classes}": lambda: raw.cross_entropy_forward(logits, target, *plain, True),
             f"fwd {classes}": lambda: raw.cross_entropy_forward(logits, target, *plain, False),
             f"bwd {classes}": lambda: raw.cross_entropy_backward(
-                factor, logits, target, lse, normalizer, *plain
+                factor, logits, target, statistics, normalizer, *plain
             ),
             f"extras {classes}": lambda: raw.cross_entropy_forward(logits, target, *extras, True),
         })  # fmt: skip

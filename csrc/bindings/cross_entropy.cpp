@@ -44,6 +44,18 @@ Tensor as_contiguous(const Tensor& tensor) {
   return View(tensor).is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// The shape of the statistics: two values a row.
+std::vector<int64_t> statistics_sizes(const View& logits) {
+  std::vector<int64_t> sizes(logits.sizes, logits.sizes + logits.dim);
+  sizes.back() = 2;
+  return sizes;
+}
+
+Tensor allocate_statistics(const View& logits, DType dtype) {
+  return empty_contiguous(statistics_sizes(logits).data(), logits.dim, torch_dtype(dtype),
+                          logits.device_type, logits.device_index);
+}
+
 // Fails unless `view` is on the device of the logits and has this shape.
 void check_place(const char* op, const char* name, const View& view, const View& logits,
                  const int64_t* sizes, int64_t dim) {
@@ -97,7 +109,7 @@ Params parameters(const char* op, RowCall& call, const Tensor& logits, const Ten
 
 // --- Forward
 
-// [loss, lse, normalizer, gradient if it is wanted]
+// [loss, statistics, normalizer, gradient if it is wanted]
 std::vector<Tensor> cross_entropy_forward(const Tensor& logits, const Tensor& target,
                                           OptionalTensor weight, int64_t ignore_index,
                                           double label_smoothing, double z_loss, double softcap,
@@ -113,7 +125,8 @@ std::vector<Tensor> cross_entropy_forward(const Tensor& logits, const Tensor& ta
   const bool is_reduced = options.is_reduced();
   outputs.push_back(is_reduced ? call.allocate_scalar() : call.allocate_values());
   params.loss = View(outputs.back()).data;
-  params.lse = View(outputs.emplace_back(call.allocate_values())).data;
+  const Tensor statistics = allocate_statistics(View(logits), call.compute_dtype());
+  params.statistics = View(outputs.emplace_back(statistics)).data;
   params.normalizer =
       View(outputs.emplace_back(call.allocate_workspace(options.normalizer_size()))).data;
   if (with_gradient) params.gradient = call.written(outputs.emplace_back(call.allocate_rows()));
@@ -136,7 +149,7 @@ struct BackwardArguments {
   const Tensor& grad_loss;
   const Tensor& logits;
   const Tensor& target;
-  const Tensor& lse;
+  const Tensor& statistics;
   const Tensor& normalizer;
   Options options;
   bool unless_one;
@@ -159,11 +172,13 @@ void backward(const char* op, const BackwardArguments& arguments, const Tensor& 
   const Tensor classes = as_contiguous(arguments.target);
   auto params = parameters<CrossEntropyBwdParams>(op, call, arguments.logits, classes, options);
   params.gradient = call.like_first("gradient", gradient);
-  // The kernels do not write to it here.
-  params.lse = const_cast<void*>(call.values("lse", arguments.lse));
 
   const View logits(arguments.logits);
   const int32_t dtype = torch_dtype(call.compute_dtype());
+  const Tensor own_statistics = as_contiguous(arguments.statistics);
+  const View statistics(own_statistics);
+  check_place(op, "statistics", statistics, logits, statistics_sizes(logits).data(), logits.dim);
+  params.statistics = statistics.data;
   const View normalizer(arguments.normalizer);
   const int64_t normalizer_size = options.normalizer_size();
   check_place(op, "normalizer", normalizer, logits, &normalizer_size, 1);
@@ -174,9 +189,14 @@ void backward(const char* op, const BackwardArguments& arguments, const Tensor& 
   const View incoming(grad_loss);
   check_place(op, "grad_loss", incoming, logits, logits.sizes,
               options.is_reduced() ? 0 : logits.dim - 1);
-  if (normalizer.dtype != dtype || incoming.dtype != dtype || !normalizer.is_contiguous())
-    fail(op,
-         ": normalizer and grad_loss must have the dtype of lse, and be as the forward made them");
+  if (statistics.dtype != dtype || normalizer.dtype != dtype || incoming.dtype != dtype) {
+    fail(op, ": statistics, normalizer and grad_loss must have dtype ",
+         call.compute_dtype() == DType::kFloat64 ? "float64" : "float32");
+  }
+  const bool are_pairs_aligned =
+      reinterpret_cast<uintptr_t>(statistics.data) % (2 * size_of(call.compute_dtype())) == 0;
+  if (!are_pairs_aligned || !normalizer.is_contiguous())
+    fail(op, ": statistics and normalizer must lie in memory as the forward made them");
   params.grad_loss = incoming.data;
   params.grad_stride = is_one_value(incoming) ? 0 : 1;
   params.unless_one = arguments.unless_one;
@@ -193,23 +213,24 @@ void backward(const char* op, const BackwardArguments& arguments, const Tensor& 
 }
 
 Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
-                              const Tensor& lse, const Tensor& normalizer, OptionalTensor weight,
-                              int64_t ignore_index, double label_smoothing, double z_loss,
-                              double softcap, int64_t reduction) {
+                              const Tensor& statistics, const Tensor& normalizer,
+                              OptionalTensor weight, int64_t ignore_index, double label_smoothing,
+                              double z_loss, double softcap, int64_t reduction) {
   const char* op = "cross_entropy_backward";
   Tensor gradient = RowCall(op, "logits", logits).allocate_rows();
   const Options options{weight, ignore_index, label_smoothing, z_loss, softcap, reduction};
-  backward(op, {grad_loss, logits, target, lse, normalizer, options, false}, gradient);
+  backward(op, {grad_loss, logits, target, statistics, normalizer, options, false}, gradient);
   return gradient;
 }
 
 void cross_entropy_backward_(Tensor gradient, const Tensor& grad_loss, const Tensor& logits,
-                             const Tensor& target, const Tensor& lse, const Tensor& normalizer,
-                             OptionalTensor weight, int64_t ignore_index, double label_smoothing,
-                             double z_loss, double softcap, int64_t reduction, bool unless_one) {
+                             const Tensor& target, const Tensor& statistics,
+                             const Tensor& normalizer, OptionalTensor weight, int64_t ignore_index,
+                             double label_smoothing, double z_loss, double softcap,
+                             int64_t reduction, bool unless_one) {
   const char* op = "cross_entropy_backward_";
   const Options options{weight, ignore_index, label_smoothing, z_loss, softcap, reduction};
-  const BackwardArguments arguments{grad_loss,  logits,  target,    lse,
+  const BackwardArguments arguments{grad_loss,  logits,  target,    statistics,
                                     normalizer, options, unless_one};
   const View view(gradient);
   int64_t stride;

@@ -11,7 +11,7 @@
 //   registers, GPUs without clusters, and float64;
 // - cross_entropy_totals_kernel: sums over the rows, in a fixed order. Behind the others for a loss
 //   that is reduced; also ahead of them where the gradient is divided by the normalizer;
-// - cross_entropy_bwd_kernel: the gradient from lse, element by element.
+// - cross_entropy_bwd_kernel: the gradient from a row's statistics, element by element.
 
 #include <type_traits>
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1)
   if (p.gradient.data == nullptr) return;
 
   T* gradient = row_of<T>(p.gradient, own.index);
-  const GradientTerms<C> terms = row.terms(total, weighted.b);
+  const GradientTerms<C> terms(p, row.target, C(1), weighted.b, total);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     v[i].forget_unpacked(zero);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   if (p.gradient.data == nullptr) return;
 
   T* gradient = row_of<T>(p.gradient, index);
-  const GradientTerms<C> terms = row.terms(total, weighted.b);
+  const GradientTerms<C> terms(p, row.target, C(1), weighted.b, total);
   for (int i = 0; slice.column(i) < p.columns; ++i)
     slice.store(gradient, i, row.gradient(i, load(i), terms));
 }
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kCrossEntropyBwdThreads, kAligned ? 4 : 3)
     const C classes = static_cast<C>(p.columns);
     const C grad = grad_loss[index * p.grad_stride];
     const GradientTerms<C> terms(p, row.target, grad, weight_sum == nullptr ? classes : *weight_sum,
-                                 static_cast<const C*>(p.lse)[index]);
+                                 load_statistics<C>(p, index));
     let_next_kernel_start();
     T* gradient = row_of<T>(p.gradient, index);
 #pragma unroll
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kRowThreads)
     if (losses == nullptr) continue;
     parts.a += losses[row];
     if (p.z_loss != 0) {
-      const C lse = static_cast<const C*>(p.lse)[row];
+      const C lse = log_sum_exp(load_statistics<C>(p, row));
       parts.b += static_cast<C>(p.z_loss) * lse * lse;
     }
   }

@@ -29,7 +29,8 @@ struct CrossEntropyParams {
   double z_loss = 0;
   double softcap = 0;  // 0: none
   Reduction reduction = Reduction::kMean;
-  void* lse = nullptr;  // [rows]
+  // [rows, 2]: the maximum of x' and the sum of exp(x' - maximum), aligned to both.
+  void* statistics = nullptr;
   // [2]: the weights of the valid targets added up, and their number. Unused with kNone: nothing is
   // divided, and no kernel looks at all targets.
   void* normalizer = nullptr;

@@ -8,6 +8,10 @@
 //   d entropy / d x'[c] = ((1 - ls) * w[t] + ls / V * sum w) * p[c]
 //                         - (1 - ls) * w[t] * (c == t) - ls / V * w[c]
 //   d penalty / d x'[c] = 2 * z_loss * lse * p[c]
+//
+// where lse = m + log(s) and p[c] = exp(x'[c] - m) / s, of the row's maximum m and the sum s of all
+// exp(x' - m). These two are what a row keeps: lse is rounded, and exp(x'[c] - lse) would turn the
+// rounding, of a number as large as the logits, into an error of every p.
 #pragma once
 
 #include <assert.h>
@@ -38,6 +42,23 @@ __device__ __forceinline__ C class_weight(const CrossEntropyParams& p, int index
 template <typename C>
 __device__ __forceinline__ C divisor(const CrossEntropyParams& p, int k) {
   return p.reduction == Reduction::kMean ? static_cast<const C*>(p.normalizer)[k] : C(1);
+}
+
+template <typename C>
+__device__ __forceinline__ void store_statistics(const CrossEntropyParams& p, int64_t row,
+                                                 const Pair<C>& statistics) {
+  store_vector<C, 2>(static_cast<C*>(p.statistics) + 2 * row, {statistics.a, statistics.b});
+}
+
+template <typename C>
+__device__ __forceinline__ Pair<C> load_statistics(const CrossEntropyParams& p, int64_t row) {
+  const auto both = load_vector<C, 2>(static_cast<const C*>(p.statistics) + 2 * row);
+  return {both.values[0], both.values[1]};
+}
+
+template <typename C>
+__device__ __forceinline__ C log_sum_exp(const Pair<C>& statistics) {
+  return statistics.a + static_cast<C>(::log(statistics.b));
 }
 
 // x' and d x' / d x.
@@ -73,20 +94,25 @@ struct Softcap {
 // What makes up the gradient of a row.
 template <typename C>
 struct GradientTerms {
-  C of_p;          // times exp(x' - reference)
-  C reference;     // lse, or the row's maximum
+  C of_exp;        // times exp(x' - maximum)
+  C maximum;       // of the row
   C of_target;     // subtracted at the target
   C of_smoothing;  // times w[c], subtracted everywhere
 
   // `grad` flows into the row's loss; `weight_sum` is the sum of all class weights.
-  __device__ GradientTerms(const CrossEntropyParams& p, int target, C grad, C weight_sum, C lse)
-      : reference(lse) {
+  __device__ GradientTerms(const CrossEntropyParams& p, int target, C grad, C weight_sum,
+                           const Pair<C>& statistics)
+      : maximum(statistics.a) {
     const C smoothing = static_cast<C>(p.label_smoothing);
     const C entropy = grad / divisor<C>(p, 0);
     of_target = entropy * (C(1) - smoothing) * class_weight<C>(p, max(target, 0));
     of_smoothing = entropy * (smoothing / static_cast<C>(p.columns));
-    of_p = of_target + of_smoothing * weight_sum;
-    if (p.z_loss != 0) of_p += grad / divisor<C>(p, 1) * C(2) * static_cast<C>(p.z_loss) * lse;
+    C of_p = of_target + of_smoothing * weight_sum;
+    if (p.z_loss != 0) {
+      const C penalty = grad / divisor<C>(p, 1) * C(2) * static_cast<C>(p.z_loss);
+      of_p += penalty * log_sum_exp(statistics);
+    }
+    of_exp = of_p / statistics.b;
   }
 };
 
@@ -133,13 +159,12 @@ struct CrossEntropyRow {
     }
   }
 
-  // The row's lse and loss, given the sums of `add` and add_weighted. With a reduction the penalty
-  // is added where the losses are.
+  // The row's statistics and loss, given the sums of `add` and add_weighted. With a reduction the
+  // penalty is added where the losses are.
   __device__ void store_loss(C* losses, int64_t index, const Pair<C>& total,
                              const Pair<C>& weighted) const {
+    store_statistics(p, index, total);
     const C log_sum = ::log(total.b);
-    const C lse = total.a + log_sum;
-    static_cast<C*>(p.lse)[index] = lse;
     C loss = 0;
     if (target >= 0) {
       C x[1] = {to_compute(row_of<T>(p.logits, index)[target])};
@@ -149,20 +174,12 @@ struct CrossEntropyRow {
       loss = (C(1) - smoothing) * class_weight<C>(p, target) * (total.a - x[0] + log_sum);
       if (!kPlain && smoothing != C(0))
         loss += smoothing / static_cast<C>(p.columns) * (weighted.b * log_sum - weighted.a);
-      if (p.reduction == Reduction::kNone && p.z_loss != 0)
+      if (p.reduction == Reduction::kNone && p.z_loss != 0) {
+        const C lse = total.a + log_sum;
         loss += static_cast<C>(p.z_loss) * lse * lse;
+      }
     }
     losses[index] = loss;
-  }
-
-  // Of the gradient, for a 1 that flows into the loss.
-  __device__ GradientTerms<C> terms(const Pair<C>& total, C weight_sum) const {
-    const C lse = total.a + static_cast<C>(::log(total.b));
-    GradientTerms<C> terms(p, target, C(1), weight_sum, lse);
-    // exp(x' - maximum) / sum is more exact than exp(x' - lse) where lse is large.
-    terms.reference = total.a;
-    terms.of_p /= total.b;
-    return terms;
   }
 
   // Vector i of the gradient: zeros in an ignored row, also where its logits are not finite.
@@ -174,7 +191,7 @@ struct CrossEntropyRow {
     unpack(v, x);
     softcap.apply(x);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) g[j] = terms.of_p * exp(x[j] - terms.reference);
+    for (int j = 0; j < kVec; ++j) g[j] = terms.of_exp * exp(x[j] - terms.maximum);
     if (!kPlain && terms.of_smoothing != C(0)) {
       C w[kVec];
       load_weights(i, w);

@@ -60,34 +60,36 @@ def cross_entropy_forward(
     check(logits, target, *options)
     _check_classes(target, ignore_index, logits.shape[-1])
     dtype = compute_dtype(logits.dtype)
-    entropy, penalty, lse = (logits.new_empty(target.numel(), dtype=dtype) for _ in range(3))
+    entropy, penalty = (logits.new_empty(target.numel(), dtype=dtype) for _ in range(2))
+    statistics = logits.new_empty(statistics_shape(target), dtype=dtype)
     for rows in _chunks(logits, target, options):
         peak = rows.logits.amax(dim=-1, keepdim=True)
-        log_sum = (rows.logits - peak).exp().sum(dim=-1, keepdim=True).log()
+        total = (rows.logits - peak).exp().sum(dim=-1, keepdim=True)
+        log_sum = total.log()
         # Not lse - x: beside a large peak, lse has lost the digits of log_sum.
         distance = (peak - rows.logits) + log_sum
         row = rows.hit * distance.gather(-1, rows.target)
         if label_smoothing:
             row = row + (rows.spread * distance).sum(dim=-1, keepdim=True)
-        row_lse = peak + log_sum
+        lse = peak + log_sum
         entropy[rows.span] = torch.where(rows.valid, row, 0.0).squeeze(-1)
-        penalty[rows.span] = torch.where(rows.valid, z_loss * row_lse.square(), 0.0).squeeze(-1)
-        lse[rows.span] = row_lse.squeeze(-1)
+        penalty[rows.span] = torch.where(rows.valid, z_loss * lse.square(), 0.0).squeeze(-1)
+        statistics.view(-1, 2)[rows.span] = torch.cat([peak, total], dim=-1)
 
-    lse, normalizer = lse.view(target.shape), _normalizer(target, options, dtype)
+    normalizer = _normalizer(target, options, dtype)
     loss = _reduce(entropy, penalty, normalizer, reduction).view(loss_shape(target, reduction))
     if not with_gradient:
-        return [loss, lse, normalizer]
+        return [loss, statistics, normalizer]
     one = torch.ones_like(loss)
-    gradient = cross_entropy_backward(one, logits, target, lse, normalizer, *options)
-    return [loss, lse, normalizer, gradient]
+    gradient = cross_entropy_backward(one, logits, target, statistics, normalizer, *options)
+    return [loss, statistics, normalizer, gradient]
 
 
 def cross_entropy_backward(
     grad_loss: Tensor,
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     normalizer: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -98,16 +100,19 @@ def cross_entropy_backward(
 ) -> Tensor:
     options = _Options(weight, ignore_index, label_smoothing, z_loss, softcap, reduction)
     check(logits, target, *options)
-    _check_saved(grad_loss, logits, target, lse, normalizer, reduction)
+    _check_saved(grad_loss, logits, target, statistics, normalizer, reduction)
     gradient = logits.new_empty(logits.shape)
     matrix = gradient.view(-1, logits.shape[-1])
     grads = grad_loss.expand(target.shape).reshape(-1, 1)
+    pairs = statistics.reshape(-1, 2)
     for rows in _chunks(logits, target, options):
-        grad, row_lse = grads[rows.span], lse.reshape(-1, 1)[rows.span]
+        grad = grads[rows.span]
+        peak, total = pairs[rows.span].split(1, dim=-1)
         of_entropy = grad / normalizer[0] if reduction == _MEAN else grad
         of_penalty = grad / normalizer[1] if reduction == _MEAN else grad
-        by_lse = of_entropy * (rows.hit + rows.spread.sum()) + of_penalty * 2 * z_loss * row_lse
-        row = by_lse * (rows.logits - row_lse).exp()
+        by_lse = of_entropy * (rows.hit + rows.spread.sum())
+        by_lse = by_lse + of_penalty * 2 * z_loss * (peak + total.log())
+        row = by_lse / total * (rows.logits - peak).exp()
         if label_smoothing:
             row -= of_entropy * rows.spread
         row.scatter_add_(-1, rows.target, -of_entropy * rows.hit)
@@ -122,7 +127,7 @@ def cross_entropy_backward_(
     grad_loss: Tensor,
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     normalizer: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -138,7 +143,9 @@ def cross_entropy_backward_(
         raise ValueError(f'{OP}_backward_: unless_one is for "mean" and "sum"')
     if unless_one and grad_loss == 1:
         return
-    gradient.copy_(cross_entropy_backward(grad_loss, logits, target, lse, normalizer, *options))
+    gradient.copy_(
+        cross_entropy_backward(grad_loss, logits, target, statistics, normalizer, *options)
+    )
 
 
 def _chunks(logits: Tensor, target: Tensor, options: _Options) -> Iterator[_Rows]:
@@ -169,7 +176,9 @@ def _normalizer(target: Tensor, options: _Options, dtype: torch.dtype) -> Tensor
         return count.new_empty(0)
     if options.weight is None:
         return torch.stack([count, count])
-    return torch.stack([options.weight.to(dtype)[target[valid].long()].sum(), count])
+    weights = options.weight.to(dtype)[target[valid].long()]
+    # All gradients are divided by the sum, and share its error.
+    return torch.stack([weights.sum(dtype=torch.float64).to(dtype), count])
 
 
 def _reduce(entropy: Tensor, penalty: Tensor, normalizer: Tensor, reduction: int) -> Tensor:
@@ -263,15 +272,16 @@ def _check_saved(
     grad_loss: Tensor,
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     normalizer: Tensor,
     reduction: int,
 ) -> None:
     op, dtype = f"{OP}_backward", compute_dtype(logits.dtype)
     check_shape(op, "grad_loss", grad_loss, loss_shape(target, reduction))
-    check_shape(op, "lse", lse, target.shape)
+    check_shape(op, "statistics", statistics, statistics_shape(target))
     check_shape(op, "normalizer", normalizer, normalizer_shape(reduction))
-    for name, tensor in {"grad_loss": grad_loss, "lse": lse, "normalizer": normalizer}.items():
+    saved = {"grad_loss": grad_loss, "statistics": statistics, "normalizer": normalizer}
+    for name, tensor in saved.items():
         check_same_device(op, name, tensor, "logits", logits)
         if tensor.dtype != dtype:
             raise TypeError(f"{op}: {name} must be {dtype}; got {tensor.dtype}")
@@ -294,6 +304,10 @@ def loss_shape(target: Tensor, reduction: int) -> torch.Size:
     return target.shape if reduction == _NONE else torch.Size()
 
 
+def statistics_shape(target: Tensor) -> torch.Size:
+    return torch.Size((*target.shape, 2))
+
+
 def normalizer_shape(reduction: int) -> tuple[int]:
     return (0,) if reduction == _NONE else (2,)
 
@@ -311,7 +325,7 @@ def forward_fake(
 ) -> list[Tensor]:
     check(logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction)
     dtype = compute_dtype(logits.dtype)
-    shapes = (loss_shape(target, reduction), target.shape, normalizer_shape(reduction))
+    shapes = (loss_shape(target, reduction), statistics_shape(target), normalizer_shape(reduction))
     outputs = [logits.new_empty(shape, dtype=dtype) for shape in shapes]
     return [*outputs, logits.new_empty(logits.shape)] if with_gradient else outputs
 

@@ -70,7 +70,7 @@ def cross_entropy(
       over the logits. They must not be used afterwards; autograd notices where they are. A second
       backward raises. Ignored under ``torch.compile`` and ``torch.func``.
 
-    Saved for backward: ``logits``, ``target``, ``weight``, one float32 a row, and for "mean" and
+    Saved for backward: ``logits``, ``target``, ``weight``, two float32 a row, and for "mean" and
     "sum", unless ``inplace_backward``, the gradient.
 
     Raises ``TypeError`` for a dtype or a type, ``ValueError`` for a shape, a device or a number out
@@ -117,12 +117,14 @@ _OPTIONS = (
     "Tensor? weight, int ignore_index, float label_smoothing, float z_loss, float softcap, "
     "int reduction"
 )
-_SAVED = "Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor normalizer"
+_SAVED = "Tensor grad_loss, Tensor logits, Tensor target, Tensor statistics, Tensor normalizer"
 
-# [loss, lse, normalizer] and, with_gradient, the gradient of the logits for an incoming gradient of
-# 1. lse: one a row. normalizer: the class weights of the valid targets added up, and their number;
-# nothing for reduction "none". softcap 0 stands for none. Under vmap samples are computed one by
-# one, as each is reduced alone.
+# [loss, statistics, normalizer] and, with_gradient, the gradient of the logits for an incoming
+# gradient of 1. statistics (..., 2): of each row, the maximum of x' and the sum of
+# exp(x' - maximum). (Not their lse: rounded, it would make the gradient several times less exact.)
+# normalizer: the class weights of the valid targets added up, and their number; nothing for
+# reduction "none". softcap 0 stands for none. Under vmap samples are computed one by one, as each
+# is reduced alone.
 _forward = define(
     FAMILY,
     f"cross_entropy_forward(Tensor logits, Tensor target, {_OPTIONS}, bool with_gradient)"
@@ -169,11 +171,11 @@ class _Recomputed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _check_weight(ctx)
         logits, target, weight, *options, _ = inputs
-        _, lse, normalizer = output
+        _, statistics, normalizer = output
         ctx.options = options
-        ctx.mark_non_differentiable(lse, normalizer)
+        ctx.mark_non_differentiable(statistics, normalizer)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, target, lse, normalizer, weight)
+        ctx.save_for_backward(logits, target, statistics, normalizer, weight)
 
     @staticmethod
     @first_order_only("cross_entropy")
@@ -192,10 +194,10 @@ class _InPlace(torch.autograd.Function):
         logits, target, weight, *options, _ = args
         if ctx.needs_input_grad[0]:
             _check_writable(logits)
-        loss, lse, normalizer = _forward(*args)
+        loss, statistics, normalizer = _forward(*args)
         ctx.options = options
         ctx.overwritten = False
-        ctx.save_for_backward(logits, target, lse, normalizer, weight)
+        ctx.save_for_backward(logits, target, statistics, normalizer, weight)
         return (loss,)
 
     @staticmethod
@@ -242,11 +244,11 @@ class _Ahead(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor]:
         _check_weight(ctx)
         logits, target, weight, *options, _ = args
-        loss, lse, normalizer, gradient = _forward(*args[:-1], True)
+        loss, statistics, normalizer, gradient = _forward(*args[:-1], True)
         ctx.options = options
         ctx.handed_out = False
         # Saved, not kept: checkpointing and offloading see what is saved only.
-        ctx.save_for_backward(logits, target, lse, normalizer, weight, gradient)
+        ctx.save_for_backward(logits, target, statistics, normalizer, weight, gradient)
         return (loss,)
 
     @staticmethod
