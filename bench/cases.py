@@ -149,6 +149,9 @@ def within(peer: str, factor: float, metric: str = "host") -> Target:
     return Target(metric, peer, 1 / factor, f"<= {factor:.2f}x the time of {peer}")
 
 
+# A provider that computes only the matrix products of a case: a yardstick, and no peer.
+MATMUL = "matmul alone"
+
 HOST_TARGETS = {
     "inference": within("native", 1.05),
     "no_grad": within("native", 1.05),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
 
-from bench.cases import QUACK_ELSEWHERE
+from bench.cases import MATMUL, QUACK_ELSEWHERE
 from bench.report import OURS, Entry, Summary
 from bench.tables import GRAD_MODES, host_operations
 
@@ -22,11 +22,17 @@ STYLES = {
     "quack": {"color": "#5c5c5c", "linewidth": 1.4, "marker": "P", "linestyle": (0, (3, 1))},
     QUACK_ELSEWHERE: {"color": "#5c5c5c", "marker": "P", "linestyle": "none"},
     "eager": {"color": "#bdbdbd", "linewidth": 1.4, "marker": "D", "linestyle": ":"},
+    "compile max-autotune": {"color": "#666666", "marker": "X", "linestyle": "-"},
+    "addmm_activation": {"color": "#a6a6a6", "marker": "p", "linestyle": "--"},
+    MATMUL: {"color": "#e0e0e0"},
     "native": {"color": "#d4d4d4"},
 }
 NAMES = {"compile": "torch.compile", "triton": "Triton, autotuned", "eager": "eager PyTorch",
          "liger": "Liger", "liger_packed": "Liger, packed", "quack": "QuACK",
-         QUACK_ELSEWHERE: "QuACK, not interleaved", "native": "one native op"}  # fmt: skip
+         QUACK_ELSEWHERE: "QuACK, not interleaved", "native": "one native op",
+         MATMUL: "the matrix product alone",
+         "addmm_activation": "torch._addmm_activation",
+         "compile max-autotune": "torch.compile, max-autotune"}  # fmt: skip
 MODE_TITLES = {"inference": "torch.inference_mode", "no_grad": "torch.no_grad",
                "grad": "with gradients"}  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bench import device
-from bench.cases import DTYPE_NAMES, Case, Target
+from bench.cases import DTYPE_NAMES, MATMUL, Case, Target
 
 if TYPE_CHECKING:
     from bench.measure import Result
@@ -203,7 +203,10 @@ class Entry:
         return {
             name: values[metric][0]
             for name, values in self.times.items()
-            if metric in values and not name.startswith(OURS) and not name.endswith("(again)")
+            if metric in values
+            and name != MATMUL
+            and not name.startswith(OURS)
+            and not name.endswith("(again)")
         }
 
     def best_peer(self, metric: str) -> tuple[str, float] | None:
