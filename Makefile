@@ -20,13 +20,14 @@ BUILT_FROM := $(shell find csrc -type f) \
 
 CXX_SOURCES = $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
-.PHONY: help install demo test test-gpu bench sanitize sass format lint clean
+.PHONY: help install demo test test-gpu bench probe sanitize sass format lint clean
 
 help:
 	@echo "make demo        run the demo: a DLRM step with and without fused ops"
 	@echo "make test        run the tests (those that need a GPU only where there is one)"
 	@echo "make test-gpu    run only the tests that need a GPU"
 	@echo "make bench       measure all families on this GPU, against eager, torch.compile and Triton"
+	@echo "make probe       measure which epilogues cuBLASLt fuses on this GPU, for linear_act to choose by"
 	@echo "make sanitize    run tests/test_sanitize.py under memcheck, racecheck and initcheck"
 	@echo "make sass        registers, vector accesses and spills of every kernel"
 	@echo "make install     install torch and this checkout, kernels built, into $(ENV)"
@@ -60,6 +61,9 @@ test-gpu: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(PYTHON) -m bench --budget $(BENCH_SECONDS)
+
+probe: $(INSTALLED)
+	$(PYTHON) -m bench.probe
 
 # The caching allocator would hide accesses outside of a tensor.
 sanitize: $(INSTALLED)

@@ -17,6 +17,7 @@ import site
 import sys
 import sysconfig
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -98,15 +99,22 @@ class BuildKernels(build_ext):
             print(f"fusedcuda: {line}", file=sys.stderr)
         print(f"fusedcuda: compiling for {_build.format_archs(archs)} ...", file=sys.stderr)
 
+        families = []
+        for family in _build.FAMILIES:
+            if missing := toolchain.missing_for(family):
+                print(f"fusedcuda: leaving out {family}: {missing}", file=sys.stderr)
+            else:
+                families.append(family)
+
         with _toolchain.build_environment(toolchain, about, cpp_extension) as link_flags:
             (declared,) = self.extensions
             self.distribution.ext_modules = [
                 cpp_extension.CUDAExtension(
                     declared.name,
-                    declared.sources,
+                    sources(families),
                     include_dirs=[str(path) for path in _build.include_dirs(_build.csrc_dir())],
                     extra_compile_args={
-                        "cxx": _build.host_flags(archs),
+                        "cxx": _build.host_flags(archs) + toolchain.include_flags,
                         "nvcc": _build.nvcc_flags(archs),
                     },
                     extra_link_args=[*link_flags, "-s"],
@@ -128,7 +136,7 @@ class BuildKernels(build_ext):
                 ) from error
         return {
             "built": True,
-            "families": _build.FAMILIES,
+            "families": families,
             "archs": _build.format_archs(archs),
             "torch": about.version,
             "cuda": about.cuda,
@@ -136,6 +144,14 @@ class BuildKernels(build_ext):
             "cxx": toolchain.cxx_version,
             "sources": _build.sources_digest(),
         }
+
+
+def sources(families: Iterable[str]) -> list[str]:
+    return [
+        os.path.relpath(source, ROOT)
+        for family in families
+        for source in (_build.kernel_source(family), _build.binding_source(family))
+    ]
 
 
 def import_torch() -> types.ModuleType:
@@ -165,11 +181,7 @@ setup(
     ext_modules=[
         Extension(
             "fusedcuda._C",
-            [
-                os.path.relpath(source, ROOT)
-                for family in _build.FAMILIES
-                for source in (_build.kernel_source(family), _build.binding_source(family))
-            ],
+            sources(_build.FAMILIES),
             py_limited_api=True,
         )
     ],

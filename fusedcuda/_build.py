@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 # One word per family, the same stem in csrc/kernels, csrc/bindings, fusedcuda/ops, tests and bench.
-FAMILIES = ("pointwise", "norm", "softmax", "cross_entropy", "rope")
+FAMILIES = ("pointwise", "norm", "softmax", "cross_entropy", "rope", "linear_act")
+
+# Families whose bindings include cublasLt.h, which not every toolkit and torch comes with.
+NEED_CUBLASLT = ("linear_act",)
 
 # What an ahead-of-time build covers when no GPU is visible and TORCH_CUDA_ARCH_LIST is not set:
 # every data-centre and desktop generation since Ampere, as far as the nvcc at hand knows it.

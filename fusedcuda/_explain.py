@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from . import _explain_pointwise, _explain_rope, _explain_rows
+from . import _explain_linear_act, _explain_pointwise, _explain_rope, _explain_rows
 from ._explanation import Explainers, Explanation
 
 _EXPLAINERS: Explainers = {
     **_explain_pointwise.EXPLAINERS,
     **_explain_rows.EXPLAINERS,
     **_explain_rope.EXPLAINERS,
+    **_explain_linear_act.EXPLAINERS,
 }
 
 

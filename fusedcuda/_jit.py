@@ -59,6 +59,8 @@ def load_prebuilt() -> bool:
         )
         return False
     prebuilt.families = tuple(build_info().get("families", _build.FAMILIES))
+    for family in prebuilt.families:
+        _configure(family)
     return True
 
 
@@ -221,7 +223,7 @@ def _key(sources: Sources, toolchain: Toolchain, archs: Sequence[Arch]) -> str:
     """Everything the binary depends on; another value of any of it is another build."""
     parts = [
         *(f"{path}\n{source.name}\n{source.text}" for path, source in sorted(sources.items())),
-        " ".join(_build.host_flags(archs) + _build.nvcc_flags(archs, jit=True)),
+        " ".join(_host_flags(toolchain, archs) + _build.nvcc_flags(archs, jit=True)),
         f"torch {torch.__version__} {torch.version.git_version} cuda {torch.version.cuda}",
         f"{toolchain.cuda_home} {toolchain.nvcc_release} {toolchain.cxx} {toolchain.cxx_version}",
     ]
@@ -231,6 +233,10 @@ def _key(sources: Sources, toolchain: Toolchain, archs: Sequence[Arch]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _host_flags(toolchain: Toolchain, archs: Sequence[Arch]) -> list[str]:
+    return _build.host_flags(archs) + toolchain.include_flags
+
+
 # ---- Compiling -----------------------------------------------------------------------------------
 
 
@@ -238,6 +244,8 @@ def _compiled(family: str, sources: Sources, verbose: bool) -> Path:
     """The library of these sources, from the cache or from the compiler."""
     try:
         toolchain = _toolchain.find_toolchain(describe_torch(torch))
+        if missing := toolchain.missing_for(family):
+            raise BuildError(missing)
     except BuildError as error:
         raise BuildError(
             f"the CUDA kernels of {family!r} cannot be built: {error}{_why_not_prebuilt()}"
@@ -286,7 +294,7 @@ def _compile(
                 cpp_sources=[f'#include "csrc/bindings/{family}.cpp"'],
                 cuda_sources=[f'#include "csrc/kernels/{family}.cu"'],
                 no_implicit_headers=True,
-                extra_cflags=[shlex.quote(flag) for flag in _build.host_flags(archs)],
+                extra_cflags=[shlex.quote(flag) for flag in _host_flags(toolchain, archs)],
                 extra_cuda_cflags=_build.nvcc_flags(archs, jit=True),
                 extra_ldflags=link_flags,
                 extra_include_paths=[str(path) for path in _build.include_dirs(folder / "csrc")],
@@ -354,4 +362,13 @@ def _use(family: str, library: Path) -> Path:
         ) from None
     _opened.add(library)
     _loaded[family] = library
+    _configure(family)
     return library
+
+
+def _configure(family: str) -> None:
+    """What the kernels of a family need to be told once they are loaded."""
+    if family == "linear_act":
+        from . import _cublaslt
+
+        _cublaslt.configure()

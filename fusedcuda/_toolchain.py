@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ._build import BuildError, max_jobs
+from ._build import NEED_CUBLASLT, BuildError, max_jobs
 
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 CUDA_TORCH_COMMAND = (
@@ -76,11 +76,28 @@ class Toolchain:
     cxx: str
     cxx_version: str
     ninja_dir: Path
+    cublaslt: CublasLt | None = None
     notes: tuple[str, ...] = ()  # worth telling the user, but no obstacle
 
     @property
     def nvcc(self) -> Path:
         return self.cuda_home / "bin" / "nvcc"
+
+    @property
+    def include_flags(self) -> list[str]:
+        """Where host units find cublasLt.h. pip's folder has all of CUDA's headers: it goes last,
+        so that it does not shadow those of the toolkit."""
+        if self.cublaslt is None or self.cublaslt.header is None:
+            return []
+        return ["-idirafter", str(self.cublaslt.header.parent)]
+
+    def missing_for(self, family: str) -> str | None:
+        """What a family needs beyond a compiler and is not here, or None."""
+        if family not in NEED_CUBLASLT:
+            return None
+        if self.cublaslt is None:
+            return "cuBLASLt was not found: pip install nvidia-cublas"
+        return self.cublaslt.problem
 
 
 def find_toolchain(torch: TorchInfo) -> Toolchain:
@@ -107,6 +124,7 @@ def find_toolchain(torch: TorchInfo) -> Toolchain:
         cxx=cxx,
         cxx_version=cxx_version,
         ninja_dir=find_ninja(),
+        cublaslt=find_cublaslt(torch, home),
         notes=tuple(notes),
     )
 

@@ -6,9 +6,10 @@ other's state dict, and code that asks for ``isinstance(module, torch.nn.LayerNo
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from .ops._activations import activation_code
 from .ops._operands import compute_dtype
 from .ops.cross_entropy import cross_entropy
+from .ops.linear_act import linear_act, mlp
 from .ops.norm import layer_norm, rms_norm
 from .ops.pointwise import act_mul, act_mul_packed, bias_act
 
@@ -63,6 +65,122 @@ class ActMul(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
+
+
+class LinearAct(nn.Module):
+    """``act(x @ weight.T + bias)``, by :func:`fusedcuda.linear_act`.
+
+    Parameters, their names and their start values are those of ``torch.nn.Linear``: either loads
+    the other's state dict. (It is no subclass, so that code which replaces linear layers does not
+    drop the activation.)
+
+    Tensor cores read rows that begin on a 16-byte boundary; at ``in_features=479`` a product in 16
+    bits takes four times as long as at 480, so the op copies such a weight, and such an ``x``, to
+    padded rows first. ``pad_rows=True`` saves the copy of the weight: its rows then lie a multiple
+    of 8 elements apart, for good. The parameter is a view of a wider matrix, with the shape and the
+    values that it would have anyway, which moving, casting, copying and loading the module keep.
+    But it is not contiguous, which optimizers with ``fused=True`` (those on the CPU compute
+    nonsense), safetensors and ``parameters_to_vector`` do not expect, and ``foreach`` optimizers
+    are slower for all parameters. Rows of ``x`` are best padded where ``x`` is made.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        pad_rows: bool = False,
+    ) -> None:
+        super().__init__()
+        activation_code("LinearAct", activation)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.activation = activation
+        self.pad_rows = pad_rows
+        weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+        self._pad()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_act(x, self.weight, self.bias, self.activation)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
+            f"activation={self.activation!r}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearAct:
+        super()._apply(fn, recurse)
+        self._pad()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # in which a copied parameter is contiguous
+        self._pad()
+
+    def _pad(self) -> None:
+        """Give the rows of the weight their pitch, if it is to have one and has lost it."""
+        weight = self._parameters.get("weight")
+        if not self.pad_rows or type(weight) is not nn.Parameter:
+            return
+        columns = weight.shape[-1]
+        padded = (columns + 7) // 8 * 8
+        if columns == padded or weight.stride(0) % 8 == 0:
+            return
+        wide = weight.new_zeros(weight.shape[0], padded)[:, :columns]
+        # The parameter stays the same object, for optimizers and tied layers.
+        weight.data = wide.copy_(weight.detach())
+
+
+class MLP(nn.Module):
+    """``fc2(act(fc1(x)))``, by :func:`fusedcuda.mlp`.
+
+    ``fc1`` and ``fc2`` are :class:`LinearAct` modules, ``fc1`` with the activation. They hold the
+    parameters, and run as one: hooks of theirs are not called. ``out_features=None`` stands for
+    ``in_features``; ``pad_rows`` as in :class:`LinearAct`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        activation: str = "gelu_tanh",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        pad_rows: bool = False,
+    ) -> None:
+        super().__init__()
+        activation_code("MLP", activation)
+        if out_features is None:
+            out_features = in_features
+
+        def layer(columns: int, rows: int, activation: str) -> LinearAct:
+            return LinearAct(columns, rows, bias, activation, device, dtype, pad_rows=pad_rows)
+
+        self.fc1 = layer(in_features, hidden_features, activation)
+        self.fc2 = layer(hidden_features, out_features, "none")
+
+    def forward(self, x: Tensor) -> Tensor:
+        fc1, fc2 = self.fc1, self.fc2
+        return mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, fc1.activation)
 
 
 class RMSNorm(nn.RMSNorm):

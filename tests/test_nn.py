@@ -1,5 +1,6 @@
 """The modules of fusedcuda.nn: parameters, names and nothing else."""
 
+import copy
 import io
 import re
 
@@ -8,7 +9,7 @@ import torch
 from reference import ACTIVATIONS
 
 import fusedcuda
-from fusedcuda.nn import ActMul, BiasAct
+from fusedcuda.nn import MLP, ActMul, BiasAct, LinearAct
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -53,10 +54,12 @@ def test_repr_and_saving():
     assert torch.equal(loaded(x), model(x))
 
 
-@pytest.mark.parametrize("make", [lambda: BiasAct(8, "swish"), lambda: ActMul("swish")])
-def test_an_unknown_activation_is_refused_when_the_module_is_made(make):
-    with pytest.raises(ValueError, match=r"^(BiasAct|ActMul): activation .*'swish'"):
-        make()
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("BiasAct", (8,)), ("ActMul", ()), ("LinearAct", (8, 8)), ("MLP", (8, 8))]
+)
+def test_an_unknown_activation_is_refused_when_the_module_is_made(name, sizes):
+    with pytest.raises(ValueError, match=rf"^{name}: activation .*'swish'"):
+        getattr(fusedcuda.nn, name)(*sizes, activation="swish")
 
 
 # ---------------------------------------------------------------------------- modules torch has
@@ -169,3 +172,197 @@ def test_cross_entropy_loss(device):
     loss = fusedcuda.nn.CrossEntropyLoss(z_loss=0.1, softcap=5.0)
     expected = fusedcuda.cross_entropy(logits, target.clamp(min=0), z_loss=0.1, softcap=5.0)
     assert torch.equal(loss(logits, target.clamp(min=0)), expected)
+
+
+# ---------------------------------------------------------------------------- linear layers
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linear_modules_equal_the_functions(activation, device):
+    x = torch.randn(2, 3, 13, device=device)
+    layer = LinearAct(13, 6, activation=activation, device=device)
+    expected = fusedcuda.linear_act(x, layer.weight, layer.bias, activation)
+    assert torch.equal(layer(x), expected)
+    torch.testing.assert_close(
+        layer(x),
+        ACTIVATIONS[activation](torch.nn.functional.linear(x, layer.weight, layer.bias)),
+    )
+    two = MLP(13, 8, 5, activation=activation, device=device)
+    torch.testing.assert_close(two(x), two.fc2(two.fc1(x)))
+    assert two(x).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_load_each_other(bias, device):
+    """Names, shapes and, from one seed, start values are those of torch.nn.Linear."""
+    torch.manual_seed(0)
+    ours = LinearAct(13, 6, bias, device=device)
+    torch.manual_seed(0)
+    theirs = torch.nn.Linear(13, 6, bias, device=device)
+    x = torch.randn(4, 13, device=device)
+    for mine, other in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert mine[0] == other[0]
+        assert torch.equal(mine[1], other[1])
+    torch.testing.assert_close(ours(x), theirs(x))
+    for pad_rows in (True, False):
+        ours = random_parameters(LinearAct(13, 6, bias, device=device, pad_rows=pad_rows))
+        theirs.load_state_dict(ours.state_dict())
+        assert theirs.weight.is_contiguous()
+        torch.testing.assert_close(ours(x), theirs(x))
+        random_parameters(theirs)
+        ours.load_state_dict(theirs.state_dict())
+        torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_mlp_loads_two_linear_layers(device):
+    layers = {"fc1": torch.nn.Linear(13, 8), "fc2": torch.nn.Linear(8, 13)}
+    theirs = torch.nn.ModuleDict(layers).to(device)
+    ours = MLP(13, 8, device=device)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(4, 13, device=device)
+    gelu_tanh = torch.nn.GELU(approximate="tanh")
+    expected = theirs["fc2"](gelu_tanh(theirs["fc1"](x)))
+    torch.testing.assert_close(ours(x), expected)
+    assert [name for name, _ in MLP(4, 8, bias=False).named_parameters()] == [
+        "fc1.weight",
+        "fc2.weight",
+    ]
+
+
+def test_repr_of_linear_layers():
+    assert repr(LinearAct(13, 6, bias=False, activation="silu")) == (
+        "LinearAct(13, 6, bias=False, activation='silu')"
+    )
+    assert "(fc1): LinearAct(13, 8, bias=True, activation='gelu_tanh')" in repr(MLP(13, 8, 5))
+    assert "(fc2): LinearAct(8, 5, bias=True, activation='none')" in repr(MLP(13, 8, 5))
+
+
+def padded(device: str, **options) -> LinearAct:
+    layer = LinearAct(13, 6, activation="relu", device=device, pad_rows=True, **options)
+    assert (layer.weight.shape, layer.weight.stride()) == ((6, 13), (16, 1))
+    return layer
+
+
+def through_a_file(layer: LinearAct) -> LinearAct:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.to(torch.float64),
+        lambda layer: layer.bfloat16().float(),
+        lambda layer: layer.requires_grad_(False),
+        lambda layer: layer.to("meta").to_empty(device="cpu"),
+        copy.deepcopy,
+        through_a_file,
+    ],
+)
+def test_padded_rows_stay_padded(change, device):
+    layer = change(padded(device))
+    assert layer.weight.stride() == (16, 1)
+    assert isinstance(layer.weight, torch.nn.Parameter)
+    assert layer.weight.is_leaf
+    x = torch.randn(4, 13, dtype=layer.weight.dtype, device=layer.weight.device)
+    random_parameters(layer)
+    torch.testing.assert_close(
+        layer(x), torch.relu(torch.nn.functional.linear(x, layer.weight, layer.bias))
+    )
+
+
+def test_a_parameter_stays_the_same_object(device):
+    """Optimizers and tied layers hold it."""
+    layer = padded(device)
+    before = layer.weight
+    layer.to(torch.float64)
+    assert layer.weight is before
+    tied = torch.nn.Linear(13, 6, device=device)
+    tied.weight = layer.weight
+    both = copy.deepcopy(torch.nn.ModuleList([layer, tied]))
+    assert both[0].weight is both[1].weight
+
+
+def test_rows_that_something_made_contiguous_are_as_good(device):
+    """load_state_dict(assign=True) does; the layer pads them again when it is moved."""
+    layer = padded(device)
+    theirs = torch.nn.Linear(13, 6, device=device)
+    layer.load_state_dict(theirs.state_dict(), assign=True)
+    assert layer.weight.stride() == (13, 1)
+    x = torch.randn(4, 13, device=device)
+    torch.testing.assert_close(layer(x), torch.relu(theirs(x)))
+    assert layer.float().weight.stride() == (16, 1)
+    torch.testing.assert_close(layer(x), torch.relu(theirs(x)))
+
+
+def test_which_rows_are_padded(device):
+    assert LinearAct(16, 6, device=device, pad_rows=True).weight.is_contiguous()
+    assert LinearAct(13, 6, device=device).weight.is_contiguous()
+    both = MLP(13, 9, device=device, pad_rows=True)
+    assert (both.fc1.weight.stride(0), both.fc2.weight.stride(0)) == (16, 16)
+    assert LinearAct(0, 6, device=device, pad_rows=True).weight.shape == (6, 0)
+
+
+@pytest.mark.gpu
+def test_rows_stay_padded_on_their_way_to_the_gpu():
+    assert LinearAct(13, 6, pad_rows=True).to("cuda").weight.stride() == (16, 1)
+    assert LinearAct(13, 6).to("cuda").weight.stride() == (13, 1)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_padded_layers_are_trained_like_others(optimizer, foreach, device):
+    torch.manual_seed(0)
+    ours = MLP(13, 9, 5, activation="relu", device=device, pad_rows=True)
+    theirs = torch.nn.Sequential(
+        torch.nn.Linear(13, 9, device=device),
+        torch.nn.ReLU(),
+        torch.nn.Linear(9, 5, device=device),
+    )
+    theirs[0].load_state_dict(ours.fc1.state_dict())
+    theirs[2].load_state_dict(ours.fc2.state_dict())
+    steps = [
+        getattr(torch.optim, optimizer)(model.parameters(), lr=0.01, foreach=foreach)
+        for model in (ours, theirs)
+    ]
+    for _ in range(3):
+        x = torch.randn(16, 13, device=device)
+        for model, step in zip((ours, theirs), steps, strict=True):
+            step.zero_grad()
+            model(x).square().sum().backward()
+            step.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+    assert ours.fc1.weight.stride() == (16, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+def test_fused_optimizers_refuse_padded_parameters_or_are_right(optimizer):
+    """Never silently wrong on CUDA."""
+    layer = padded("cuda")
+    reference = copy.deepcopy(layer.weight.detach().contiguous()).requires_grad_()
+    layer.weight.grad = torch.randn_like(reference)
+    reference.grad = layer.weight.grad.clone()
+    make = getattr(torch.optim, optimizer)
+    make([reference], lr=0.1).step()
+    try:
+        make([layer.weight], lr=0.1, fused=True).step()
+    except RuntimeError:
+        return
+    torch.testing.assert_close(layer.weight, reference)
+
+
+def test_gradients_of_padded_layers(device):
+    x = torch.randn(4, 13, device=device)
+    layer = padded(device)
+    theirs = torch.nn.Linear(13, 6, device=device)
+    theirs.load_state_dict(layer.state_dict())
+    for _ in range(2):
+        layer(x).sum().backward()
+        torch.relu(theirs(x)).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, theirs.weight.grad)
+    assert layer.weight.grad.is_contiguous()

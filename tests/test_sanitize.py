@@ -4,7 +4,7 @@ Under memcheck a launch takes a hundred times as long, so this is one small case
 instead of the whole suite. Sizes are chosen to end inside vectors, warps, tiles and blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -212,3 +212,31 @@ def test_rope(dim, dtype):
     by_position = [new(2, length, heads, dim, dtype=dtype).transpose(1, 2) for heads in (5, 2)]
     check_rope(*by_position, cos, sin)
     check_rope(new(2, 5, length, dim + 1, dtype=dtype)[..., 1:], k, cos, sin)  # off the boundary
+
+
+# ---- Linear layers -------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["hopper", "cublaslt"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    fusedcuda.load("linear_act")
+    before = torch.ops.fusedcuda.linear_act_use(request.param)
+    yield request.param
+    torch.ops.fusedcuda.linear_act_use(before)
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+@pytest.mark.parametrize("k", [40, 13])
+def test_linear_act(backend, activation, k, dtype):
+    """Ragged tiles, a split gradient of the weight, and rows that are padded first."""
+    x, weight = new(1100, k, dtype=dtype), new(136, k, dtype=dtype) / 8
+    check(lambda *t: fusedcuda.linear_act(*t, activation), x, weight, new(136, dtype=dtype))
+
+
+@pytest.mark.gpu
+def test_mlp(backend):
+    x, w1, w2 = (new(*s, dtype=torch.bfloat16) / 4 for s in ((70, 40), (136, 40), (24, 136)))
+    b1, b2 = new(136, dtype=torch.bfloat16), new(24, dtype=torch.bfloat16)
+    check(lambda *t: fusedcuda.mlp(*t, "silu"), x, w1, b1, w2, b2)

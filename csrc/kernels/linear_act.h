@@ -77,6 +77,19 @@ struct ActRowsParams {
   bool dependent = false;  // whether the GPU has programmatic dependent launch
 };
 
+// Copies the rows of a matrix of 2-byte elements to a contiguous one with more columns, which are
+// 0: what the copy engine and the tensor cores want of rows that do not start at multiples of 16
+// bytes.
+struct PadRowsParams {
+  int64_t rows = 0, columns = 0, padded_columns = 0;
+  GemmMatrix input;
+  void* output = nullptr;
+  bool dependent = false;
+};
+
+// The next length whose rows start at multiples of 16 bytes.
+inline int64_t padded_columns(int64_t columns) { return (columns + 7) / 8 * 8; }
+
 struct LinearActConfig;     // linear_act_config.h
 struct LinearActBwdConfig;  // likewise
 
@@ -90,5 +103,6 @@ cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
                                   const LinearActBwdConfig& config, void* workspace,
                                   cudaStream_t stream);
 cudaError_t launch_act_rows(const ActRowsParams& params, cudaStream_t stream);
+cudaError_t launch_pad_rows(const PadRowsParams& params, cudaStream_t stream);
 
 }  // namespace fusedcuda

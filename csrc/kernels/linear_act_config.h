@@ -97,6 +97,11 @@ inline bool hopper_can_run(const LinearActBwdParams& p, const DeviceTraits& devi
          (p.dbias == nullptr || p.dweight != nullptr);
 }
 
+// Whether they are faster than cuBLASLt's products with what those need around them. Nothing has
+// been measured yet, so nothing is claimed.
+inline bool hopper_is_faster(const LinearActParams&, const DeviceTraits&) { return false; }
+inline bool hopper_is_faster(const LinearActBwdParams&, const DeviceTraits&) { return false; }
+
 inline LinearActBwdConfig choose_linear_act_bwd_config(const LinearActBwdParams& params,
                                                        const DeviceTraits& device) {
   LinearActBwdConfig config;

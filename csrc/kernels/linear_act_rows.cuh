@@ -116,4 +116,35 @@ __global__ void __launch_bounds__(kActRowsThreads)
   }
 }
 
+// A warp per row at a time. Neighbouring lanes have neighbouring elements: rows that start anywhere
+// are read in whole lines all the same, and eight loads of a lane are under way at a time.
+template <typename Bits>
+__global__ void __launch_bounds__(kActRowsThreads)
+    pad_rows_kernel(const __grid_constant__ PadRowsParams params) {
+  constexpr int kUnroll = 8;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int64_t warps = int64_t{gridDim.x} * (kActRowsThreads / kWarpSize);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  for (int64_t row = (int64_t{blockIdx.x} * kActRowsThreads + threadIdx.x) / kWarpSize;
+       row < params.rows; row += warps) {
+    const auto* const from =
+        static_cast<const Bits*>(params.input.data) + row * params.input.stride;
+    auto* const to = static_cast<Bits*>(params.output) + row * params.padded_columns;
+    for (int64_t first = lane; first < params.padded_columns; first += kUnroll * kWarpSize) {
+      Bits values[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const int64_t column = first + i * kWarpSize;
+        values[i] = column < params.columns ? from[column] : Bits{0};
+      }
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const int64_t column = first + i * kWarpSize;
+        if (column < params.padded_columns) to[column] = values[i];
+      }
+    }
+  }
+}
+
 }  // namespace fusedcuda

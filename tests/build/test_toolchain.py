@@ -275,3 +275,21 @@ def test_missing_cublaslt_header_comes_with_the_command(machine, about) -> None:
 def test_no_cublaslt_is_none(machine, about) -> None:
     plant(machine.root / "maps")
     assert _toolchain.find_cublaslt(about, None, maps=machine.root / "maps") is None
+
+
+def test_what_a_family_lacks_is_said_before_compiling(machine, about) -> None:
+    toolchain = _toolchain.find_toolchain(about)
+    assert toolchain.missing_for("norm") is None
+    without = dataclasses.replace(toolchain, cublaslt=None)
+    assert "pip install nvidia-cublas" in without.missing_for("linear_act")
+    assert without.include_flags == []
+    no_header = dataclasses.replace(
+        toolchain, cublaslt=_toolchain.CublasLt(Path("/lib/libcublasLt.so"), None)
+    )
+    assert "no cublasLt.h" in no_header.missing_for("linear_act")
+    header = Path("/some where/cublasLt.h")
+    complete = dataclasses.replace(
+        toolchain, cublaslt=_toolchain.CublasLt(Path("/lib/libcublasLt.so"), header)
+    )
+    assert complete.missing_for("linear_act") is None
+    assert complete.include_flags == ["-idirafter", "/some where"]

@@ -20,7 +20,7 @@ struct Call {
   int splits;                    // result: of dweight
 };
 
-enum Kind { kProduct, kGradient, kActivate, kActivateBackward };
+enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad };
 
 void product(Call* call) {
   LinearActParams params;
@@ -83,6 +83,17 @@ void elementwise(const Call& call) {
   emulation::check_launch(launch_act_rows(params, nullptr));
 }
 
+void pad(const Call& call) {
+  PadRowsParams params;
+  params.rows = call.m;
+  params.columns = call.k;
+  params.padded_columns = call.n;
+  params.input = {call.input, call.input_stride};
+  params.output = call.output;
+  params.dependent = true;
+  emulation::check_launch(launch_pad_rows(params, nullptr));
+}
+
 }  // namespace
 
 EXPORT int emulate(Call* call, char* error, size_t error_size) {
@@ -91,6 +102,8 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
       product(call);
     } else if (call->kind == kGradient) {
       gradient(call);
+    } else if (call->kind == kPad) {
+      pad(*call);
     } else {
       elementwise(*call);
     }

@@ -21,7 +21,7 @@ class Saves(IntEnum):
     DERIVATIVE = 3
 
 
-PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD = range(4)
+PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD = range(5)
 
 
 class _Call(ctypes.Structure):
@@ -195,3 +195,15 @@ class LinearActEmulator(Library):
             return call
 
         return self.run("act_rows", call, [x, saved], [output, kept])
+
+    def pad(self, x: Tensor) -> Tensor:
+        m, k = x.shape
+        output = torch.empty(m, (k + 7) // 8 * 8, dtype=x.dtype)
+
+        def call(x: Tensor, y: Tensor) -> ctypes.Structure:
+            call = _Call(kind=PAD, m=m, k=k, n=y.shape[1], output=address(y))
+            call.set_matrix("input", x)
+            return call
+
+        (y,) = self.run("pad_rows", call, [x], [output])
+        return y

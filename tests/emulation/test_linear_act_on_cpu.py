@@ -187,6 +187,14 @@ def test_act_rows_with_a_pitch(linear: LinearActEmulator) -> None:
     assert_rounded("dz", dz, 2 * z.double().relu() * dy.double(), magnitude=4)
 
 
+@pytest.mark.parametrize("k", [1, 8, 13, 479, 600])
+def test_padded_rows(linear: LinearActEmulator, k: int) -> None:
+    x = torch.randn(70, k + 1).bfloat16()[:, 1:]
+    padded = linear.pad(x)
+    assert torch.equal(padded[:, :k], x)
+    assert not padded[:, k:].any()
+
+
 # ---- Gradient ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,434 @@
+// The linear layers for torch: checks, allocation, steps. What the steps are is decided in
+// linear_act_plan.h; schemas and references are in fusedcuda/ops/linear_act.py.
+#include "../kernels/linear_act.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "linear_act_fp8_plan.h"
+#include "linear_act_target.h"
+#include "linear_act_tuning.h"
+
+namespace fusedcuda {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using torch::headeronly::ScalarType;
+
+Activation activation_of(const char* op, int64_t code) {
+  if (code < 0 || code >= kNumActivations)
+    fail(op, ": activation must be a code from 0 to ", kNumActivations - 1, "; got ", code);
+  return static_cast<Activation>(code);
+}
+
+// Memory for a copy of a bias that is not aligned.
+void read_bias(LinearCall& call, const OptionalTensor& bias, LinearForward* f,
+               OptionalTensor* aligned) {
+  if (!bias) return;
+  f->bias = call.bias(*bias, &f->bias_batch);
+  if (alignment_of(f->bias) >= 16) return;
+  *aligned = call.allocate_elements(f->layer.batch * f->layer.n, View(*bias).dtype);
+  f->aligned_bias = View(**aligned).data;
+}
+
+// Memory for copies with padded rows, where our own products are taken and read or write them.
+class Padding {
+ public:
+  void prepare(const LinearCall& call, const PlanSource& source, LinearForward* f) {
+    const LinearLayer& layer = f->layer;
+    f->padded_x = f->padded_weight = kSomewhere;
+    const bool takes = takes_hopper(*f, source);
+    const LinearActParams params = hopper_params(*f);
+    f->padded_x = room(call, layer, takes && params.a.data == kSomewhere, layer.m);
+    f->padded_weight = room(call, layer, takes && params.b.data == kSomewhere, layer.n);
+  }
+
+  void prepare(const LinearCall& call, const PlanSource& source, LinearBackward* b) {
+    const LinearLayer& layer = b->layer;
+    b->padded_x = b->padded_weight = b->padded_dx = kSomewhere;
+    const bool takes = takes_hopper(*b, source);
+    const LinearActBwdParams params = hopper_params(*b);
+    b->padded_x = room(call, layer, takes && params.x.data == kSomewhere, layer.m);
+    b->padded_weight = room(call, layer, takes && params.weight.data == kSomewhere, layer.n);
+    b->padded_dx = room(call, layer, takes && params.dx.data == kSomewhere, layer.m);
+  }
+
+ private:
+  // An aligned address that nobody reads.
+  static inline void* const kSomewhere = reinterpret_cast<void*>(uintptr_t{1} << 12);
+
+  void* room(const LinearCall& call, const LinearLayer& layer, bool is_needed, int64_t rows) {
+    if (!is_needed) return nullptr;
+    const int64_t count = rows * padded_columns(layer.k);
+    copies_.push_back(call.allocate_elements(count, call.x_view().dtype));
+    return View(copies_.back()).data;
+  }
+
+  std::vector<Tensor> copies_;
+};
+
+// --- Forward
+
+struct ForwardArguments {
+  const Tensor& x;
+  const Tensor& weight;
+  const OptionalTensor& bias;
+  const OptionalTensor& residual;
+  int64_t activation;
+  bool low_precision;
+  bool saves;
+};
+
+// A forward on its way: what is handed to the steps, and what keeps that alive.
+class Forward {
+ public:
+  Forward(const char* op, const ForwardArguments& arguments)
+      : op_(op),
+        call_(op, "x", arguments.x, "weight", arguments.weight, copies_),
+        target_(call_.x_view()) {
+    f_.layer = target_.settle(call_.layer(), arguments.low_precision);
+    f_.activation = activation_of(op, arguments.activation);
+    f_.x = call_.x();
+    f_.weight = call_.weight();
+    read_bias(call_, arguments.bias, &f_, &aligned_bias_);
+    if (arguments.residual) f_.residual = call_.like_output("residual", *arguments.residual);
+    f_.output = call_.written(outputs_.emplace_back(call_.allocate_output()));
+    if (arguments.saves) f_.saves = saved_for_backward(f_.activation, f_.layer.dtype);
+    if (f_.saves != SavedForBackward::kNone)
+      f_.saved = View(outputs_.emplace_back(call_.allocate_saved(f_.saves))).data;
+    padding_.prepare(call_, target_.source(), &f_);
+  }
+
+  // [y, what is saved]
+  std::vector<Tensor> run() const {
+    target_.run(op_, f_.layer, copies_,
+                [&](const PlanSource& source) { return plan_forward(f_, source); });
+    return outputs_;
+  }
+
+  std::string plan() const {
+    return Target::report(op_, f_.layer, copies_, plan_forward(f_, target_.source()));
+  }
+
+ private:
+  const char* op_;
+  Copies copies_;
+  LinearCall call_;
+  Target target_;
+  LinearForward f_;
+  OptionalTensor aligned_bias_;
+  Padding padding_;
+  std::vector<Tensor> outputs_;
+};
+
+Tensor linear_act_inference(const Tensor& x, const Tensor& weight, OptionalTensor bias,
+                            OptionalTensor residual, int64_t activation, bool low_precision) {
+  return Forward("linear_act", {x, weight, bias, residual, activation, low_precision, false})
+      .run()[0];
+}
+
+std::vector<Tensor> linear_act_forward(const Tensor& x, const Tensor& weight, OptionalTensor bias,
+                                       int64_t activation, bool low_precision) {
+  return Forward("linear_act", {x, weight, bias, std::nullopt, activation, low_precision, true})
+      .run();
+}
+
+std::string linear_act_plan(const Tensor& x, const Tensor& weight, OptionalTensor bias,
+                            OptionalTensor residual, int64_t activation, bool low_precision,
+                            bool saves) {
+  return Forward("linear_act", {x, weight, bias, residual, activation, low_precision, saves})
+      .plan();
+}
+
+// --- Backward
+
+// Gradients of x, weight and bias by the lowest bits of `mask`; what no wanted one needs is not
+// read. Appends them to `gradients`.
+void prepare_gradients(LinearCall& call, int64_t mask, LinearBackward* b,
+                       std::vector<Tensor>* gradients) {
+  if (mask & 1) {
+    b->weight = call.weight();
+    b->dx = View(gradients->emplace_back(call.allocate_dx())).data;
+  }
+  if (mask & 2) {
+    b->x = call.x();
+    b->dweight = View(gradients->emplace_back(call.allocate_dweight())).data;
+  }
+  if (mask & 4) b->dbias = View(gradients->emplace_back(call.allocate_dbias())).data;
+}
+
+struct BackwardArguments {
+  const Tensor& dy;
+  const Tensor& x;
+  const Tensor& weight;
+  const OptionalTensor& saved;
+  int64_t activation;
+  int64_t mask;
+  bool low_precision;
+};
+
+class Backward {
+ public:
+  explicit Backward(const BackwardArguments& arguments)
+      : call_(kOp, "x", arguments.x, "weight", arguments.weight, copies_), target_(call_.x_view()) {
+    b_.layer = target_.settle(call_.layer(), arguments.low_precision);
+    b_.activation = activation_of(kOp, arguments.activation);
+    const bool has_activation = b_.activation != Activation::kNone;
+    if (arguments.saved.has_value() != has_activation)
+      fail(kOp, ": saved must be given with an activation, and only with one");
+    b_.dy = call_.rows_like_output("dy", arguments.dy);
+    if (has_activation) {
+      b_.saves = saved_for_backward(b_.activation, b_.layer.dtype);
+      b_.saved = call_.saved(*arguments.saved, b_.saves);
+      if (arguments.mask & 7) b_.dz = call_.written(dz_.emplace(call_.allocate_output()));
+    }
+    prepare_gradients(call_, arguments.mask, &b_, &gradients_);
+    padding_.prepare(call_, target_.source(), &b_);
+  }
+
+  std::vector<Tensor> run() const {
+    if (!gradients_.empty())
+      target_.run(kOp, b_.layer, copies_,
+                  [&](const PlanSource& source) { return plan_backward(b_, source); });
+    return gradients_;
+  }
+
+  std::string plan() const {
+    return Target::report(kOp, b_.layer, copies_, plan_backward(b_, target_.source()));
+  }
+
+ private:
+  static constexpr const char* kOp = "linear_act_backward";
+
+  Copies copies_;
+  LinearCall call_;
+  Target target_;
+  LinearBackward b_;
+  OptionalTensor dz_;
+  Padding padding_;
+  std::vector<Tensor> gradients_;
+};
+
+std::vector<Tensor> linear_act_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                        OptionalTensor saved, int64_t activation, int64_t mask,
+                                        bool low_precision) {
+  return Backward({dy, x, weight, saved, activation, mask, low_precision}).run();
+}
+
+std::string linear_act_backward_plan(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                     OptionalTensor saved, int64_t activation, int64_t mask,
+                                     bool low_precision) {
+  return Backward({dy, x, weight, saved, activation, mask, low_precision}).plan();
+}
+
+// --- Backend
+
+// Chooses whose products are taken: "measured" (what is faster), "hopper" (our own, where they can
+// be) or "cublaslt". Returns what was chosen before.
+std::string linear_act_use(std::string backend) {
+  constexpr const char* kNames[] = {"measured", "hopper", "cublaslt"};
+  for (int i = 0; i < 3; ++i) {
+    if (backend != kNames[i]) continue;
+    return kNames[static_cast<int>(linear_backend().exchange(static_cast<LinearBackend>(i)))];
+  }
+  fail("linear_act_use: backend must be measured, hopper or cublaslt; got ", backend);
+}
+
+// --- Backward of two layers
+
+struct TwoLayerArguments {
+  const Tensor& dy;
+  const Tensor& x;
+  const Tensor& w1;
+  const Tensor& saved;
+  const Tensor& h;
+  const Tensor& w2;
+  int64_t activation;
+  int64_t mask;  // 1 dx, 2 dw1, 4 db1, 8 dw2, 16 db2
+  bool low_precision;
+};
+
+class TwoLayerBackward {
+ public:
+  explicit TwoLayerBackward(const TwoLayerArguments& arguments)
+      : first_(kOp, "x", arguments.x, "w1", arguments.w1, copies_),
+        second_(kOp, "h", arguments.h, "w2", arguments.w2, copies_),
+        target_(first_.x_view()) {
+    if (first_.batched() || second_.batched()) fail(kOp, ": w1 and w2 must have two dimensions");
+    first_.like_output("h", arguments.h);
+    LinearBackward& first = mlp_.first;
+    first.layer = target_.settle(first_.layer(), arguments.low_precision);
+    first.activation = activation_of(kOp, arguments.activation);
+    if (first.activation == Activation::kNone) fail(kOp, ": there must be an activation");
+    first.saves = saved_for_backward(first.activation, first.layer.dtype);
+    first.saved = first_.saved(arguments.saved, first.saves);
+    const bool wants_first = arguments.mask & 7;
+    if (wants_first) first.dy = first.dz = first_.written(dz_.emplace(first_.allocate_output()));
+    prepare_gradients(first_, arguments.mask & 7, &first, &gradients_);
+    padding_.prepare(first_, target_.source(), &first);
+
+    mlp_.dy = second_.rows_like_output("dy", arguments.dy);
+    mlp_.out_features = second_.layer().n;
+    LinearBackward second;
+    prepare_gradients(second_, arguments.mask >> 2 & 6, &second, &gradients_);
+    mlp_.h = second.x;
+    mlp_.dw2 = second.dweight;
+    mlp_.db2 = second.dbias;
+    if (wants_first) mlp_.w2 = second_.weight();
+  }
+
+  std::vector<Tensor> run() const {
+    target_.run(kOp, mlp_.first.layer, copies_,
+                [&](const PlanSource& source) { return plan_mlp_backward(mlp_, source); });
+    return gradients_;
+  }
+
+  std::string plan() const {
+    return Target::report(kOp, mlp_.first.layer, copies_,
+                          plan_mlp_backward(mlp_, target_.source()));
+  }
+
+ private:
+  static constexpr const char* kOp = "mlp_backward";
+
+  Copies copies_;
+  LinearCall first_, second_;
+  Target target_;
+  MlpBackward mlp_;
+  OptionalTensor dz_;
+  Padding padding_;
+  std::vector<Tensor> gradients_;
+};
+
+std::vector<Tensor> mlp_backward(const Tensor& dy, const Tensor& x, const Tensor& w1,
+                                 const Tensor& saved, const Tensor& h, const Tensor& w2,
+                                 int64_t activation, int64_t mask, bool low_precision) {
+  return TwoLayerBackward({dy, x, w1, saved, h, w2, activation, mask, low_precision}).run();
+}
+
+std::string mlp_backward_plan(const Tensor& dy, const Tensor& x, const Tensor& w1,
+                              const Tensor& saved, const Tensor& h, const Tensor& w2,
+                              int64_t activation, int64_t mask, bool low_precision) {
+  return TwoLayerBackward({dy, x, w1, saved, h, w2, activation, mask, low_precision}).plan();
+}
+
+// --- 8 bits
+
+struct Fp8Arguments {
+  const Tensor& x;
+  const Tensor& weight;
+  const OptionalTensor& bias;
+  const Tensor& x_scale;
+  const Tensor& weight_scale;
+  const OptionalTensor& out_scale;
+  int64_t activation;
+  std::optional<ScalarType> out_dtype;
+};
+
+class Fp8 {
+ public:
+  explicit Fp8(const Fp8Arguments& arguments)
+      : call_(kOp, "x", arguments.x, "weight", arguments.weight, copies_, /*eight_bits=*/true),
+        target_(call_.x_view()),
+        out_scale_(arguments.out_scale) {
+    const ScalarType out_dtype = arguments.out_dtype.value_or(ScalarType::BFloat16);
+    const bool eight_bits = out_dtype == ScalarType::Float8_e4m3fn;
+    if (!eight_bits && out_dtype != ScalarType::BFloat16)
+      fail(kOp, ": out_dtype must be bfloat16 or float8_e4m3fn");
+    if (out_scale_.has_value() != eight_bits)
+      fail(kOp, ": out_scale goes with out_dtype=float8_e4m3fn, which needs one");
+    if (call_.batched()) fail(kOp, ": weight must have two dimensions");
+    LinearForward& linear = f_.linear;
+    linear.layer = target_.settle(call_.layer(), /*low_precision=*/false);
+    linear.layer.dtype = DType::kBFloat16;
+    linear.activation = activation_of(kOp, arguments.activation);
+    linear.x = call_.x();
+    linear.weight = call_.weight();
+    read_bias(call_, arguments.bias, &linear, &aligned_bias_);
+    f_.x_scale = scale("x_scale", arguments.x_scale);
+    f_.weight_scale = scale("weight_scale", arguments.weight_scale);
+    wide_ = call_.allocate_output(aoti_torch_dtype_bfloat16());
+    linear.output = call_.written(*wide_);
+    if (eight_bits) {
+      narrow_ = call_.allocate_output(aoti_torch_dtype_float8_e4m3fn());
+      f_.eight_bits = View(*narrow_).data;
+      f_.out_scale = f_.inverse_out_scale = scale("out_scale", *out_scale_);
+    }
+  }
+
+  Tensor run() {
+    OptionalTensor inverse;
+    if (out_scale_) {
+      // cuBLASLt multiplies by what it is given.
+      inverse = call_torch("aten::reciprocal", "", *out_scale_);
+      f_.inverse_out_scale = View(*inverse).data;
+    }
+    target_.run(kOp, f_.linear.layer, copies_,
+                [&](const PlanSource& source) { return plan_fp8_forward(f_, source); });
+    return narrow_ ? *narrow_ : *wide_;
+  }
+
+  std::string plan() const {
+    return Target::report(kOp, f_.linear.layer, copies_, plan_fp8_forward(f_, target_.source()));
+  }
+
+ private:
+  static constexpr const char* kOp = "linear_act_fp8";
+
+  const void* scale(const char* name, const Tensor& tensor) const {
+    const View view(tensor), &x = call_.x_view();
+    const bool one = view.dim == 0 || (view.dim == 1 && view.sizes[0] == 1);
+    if (view.dtype != aoti_torch_dtype_float32() || !one)
+      fail(kOp, ": ", name, " must be a float32 tensor of one element");
+    if (view.device_type != x.device_type || view.device_index != x.device_index)
+      fail(kOp, ": ", name, " is on another device than x");
+    return view.data;
+  }
+
+  Copies copies_;
+  LinearCall call_;
+  Target target_;
+  Fp8Forward f_;
+  const OptionalTensor& out_scale_;
+  OptionalTensor aligned_bias_, wide_, narrow_;
+};
+
+Tensor linear_act_fp8(const Tensor& x, const Tensor& weight, OptionalTensor bias,
+                      const Tensor& x_scale, const Tensor& weight_scale, OptionalTensor out_scale,
+                      int64_t activation, std::optional<ScalarType> out_dtype) {
+  return Fp8({x, weight, bias, x_scale, weight_scale, out_scale, activation, out_dtype}).run();
+}
+
+std::string linear_act_fp8_plan(const Tensor& x, const Tensor& weight, OptionalTensor bias,
+                                const Tensor& x_scale, const Tensor& weight_scale,
+                                OptionalTensor out_scale, int64_t activation,
+                                std::optional<ScalarType> out_dtype) {
+  return Fp8({x, weight, bias, x_scale, weight_scale, out_scale, activation, out_dtype}).plan();
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
+  m.impl("linear_act", TORCH_BOX(&linear_act_inference));
+  m.impl("linear_act_forward", TORCH_BOX(&linear_act_forward));
+  m.impl("linear_act_backward", TORCH_BOX(&linear_act_backward));
+  m.impl("mlp_backward", TORCH_BOX(&mlp_backward));
+  m.impl("linear_act_fp8", TORCH_BOX(&linear_act_fp8));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
+  m.impl("linear_act_use", TORCH_BOX(&linear_act_use));
+  m.impl("linear_act_plan", TORCH_BOX(&linear_act_plan));
+  m.impl("linear_act_backward_plan", TORCH_BOX(&linear_act_backward_plan));
+  m.impl("mlp_backward_plan", TORCH_BOX(&mlp_backward_plan));
+  m.impl("linear_act_fp8_plan", TORCH_BOX(&linear_act_fp8_plan));
+  m.impl("cublaslt_version", TORCH_BOX(&cublaslt_version));
+  m.impl("cublaslt_fuses", TORCH_BOX(&cublaslt_fuses));
+  m.impl("cublaslt_problems", TORCH_BOX(&cublaslt_problems));
+  m.impl("cublaslt_candidates", TORCH_BOX(&cublaslt_candidates));
+  m.impl("cublaslt_run", TORCH_BOX(&cublaslt_run));
+  m.impl("cublaslt_choose", TORCH_BOX(&cublaslt_choose));
+}
+
+}  // namespace fusedcuda

@@ -1,0 +1,148 @@
+// Runs the steps of linear_act_steps.h, and describes them. What a step of each kind calls is the
+// runner's business: torch and the launchers (linear_act.cpp), or loops on the CPU (the tests).
+#pragma once
+
+#include <string>
+
+#include "cublaslt_tiles.h"
+#include "linear_act_steps.h"
+
+namespace fusedcuda {
+
+// Null, or the step whose product cuBLASLt did not run although it had recommended an algorithm.
+template <typename Runner>
+const Step* run_steps(const Steps& steps, Runner& runner) {
+  for (const Step& step : steps) {
+    switch (step.kind) {
+      case StepKind::kMatmul: {
+        const cublasStatus_t status = runner.matmul(*step.plan, step.matmul.operands);
+        if (means_unsupported(status)) return &step;
+        check_cublaslt(status, "a matrix product");
+        break;
+      }
+      case StepKind::kHopper:
+        runner.hopper(step.hopper, step.config);
+        break;
+      case StepKind::kHopperBwd:
+        runner.hopper_bwd(step.hopper_bwd, step.bwd_config);
+        break;
+      case StepKind::kProduct:
+        runner.product(step.matmul);
+        break;
+      case StepKind::kActRows:
+        runner.act_rows(step.rows);
+        break;
+      case StepKind::kSum:
+        runner.sum(step.sum);
+        break;
+      case StepKind::kQuantize:
+        runner.quantize(step.quantize);
+        break;
+      case StepKind::kCopy:
+        runner.copy(step.copy);
+        break;
+      case StepKind::kPadRows:
+        runner.pad_rows(step.pad);
+        break;
+    }
+  }
+  return nullptr;
+}
+
+// Plans and runs, again without the product that was refused if one is: no step changes what an
+// earlier one reads, so everything can be done twice. Returns the steps that were run.
+template <typename Plan, typename Runner>
+Steps run_planned(const Plan& plan, const PlanSource& source, Runner& runner) {
+  for (;;) {
+    Steps steps = plan(source);
+    const Step* refused = run_steps(steps, runner);
+    if (refused == nullptr) return steps;
+    source.cache->refuse(refused->matmul.problem);
+  }
+}
+
+// --- Text
+
+// The name of what a step launches, as far as it is known.
+inline const char* kernel_name(const Step& step) {
+  switch (step.kind) {
+    case StepKind::kMatmul:
+      return "cublasLtMatmul";
+    case StepKind::kHopper:
+      return "linear_act_kernel_sm90";
+    case StepKind::kHopperBwd:
+      return "linear_act_dx_kernel_sm90, linear_act_dweight_kernel_sm90";
+    case StepKind::kProduct:
+      return "torch.matmul";
+    case StepKind::kActRows:
+      return "act_rows_kernel";
+    case StepKind::kSum:
+      return "torch.sum";
+    case StepKind::kQuantize:
+      return "torch.div, clamp, to";
+    case StepKind::kPadRows:
+      return "pad_rows_kernel";
+    default:
+      return "cudaMemcpyAsync";
+  }
+}
+
+inline std::string quoted(const std::string& text) { return "\"" + text + "\""; }
+
+inline std::string tile_name(const LinearActConfig& config) {
+  return std::to_string(config.tile_rows) + "x" + std::to_string(config.tile_columns) +
+         (config.in_turns ? " in turns" : "") +
+         (config.cluster > 1 ? ", clusters of " + std::to_string(config.cluster) : "");
+}
+
+// As far as is known: the parts of a split product are added up by a kernel of their own.
+inline int num_kernels(const Step& step, int split_k) {
+  if (step.kind != StepKind::kHopperBwd) return split_k > 1 ? 2 : 1;
+  return (step.hopper_bwd.dx.data != nullptr ? 1 : 0) +
+         (step.hopper_bwd.dweight != nullptr ? 2 : 0);
+}
+
+// A step as a JSON object. What only a device knows is null, 0 or 1 where there is none.
+inline std::string describe(const Step& step) {
+  const bool is_matmul = step.kind == StepKind::kMatmul;
+  const bool is_hopper = step.kind == StepKind::kHopper || step.kind == StepKind::kHopperBwd;
+  const cublasLtEpilogue_t epilogue = step.matmul.problem.epilogue;
+  const bool in_epilogue = is_matmul && epilogue != CUBLASLT_EPILOGUE_DEFAULT;
+  std::string algorithm = "null", tile = "null";
+  AlgorithmTraits traits;
+  size_t workspace = 0;
+  if (step.kind == StepKind::kHopper) tile = quoted(tile_name(step.config));
+  if (step.kind == StepKind::kHopperBwd) {
+    tile = quoted(tile_name(step.bwd_config.dx));
+    traits.split_k = step.bwd_config.dweight.splits;
+    workspace = step.bwd_config.workspace_bytes;
+  }
+  if (step.plan != nullptr) {
+    traits = describe(step.plan->algorithm());
+    algorithm = std::to_string(traits.id);
+    tile = quoted(tile_name(traits.tile));
+    workspace = step.plan->workspace_bytes();
+  }
+  auto member = [](const char* key, const std::string& value) {
+    return ", " + quoted(key) + ": " + value;
+  };
+  auto boolean = [](bool value) { return value ? "true" : "false"; };
+  return "{" + quoted("kernel") + ": " + quoted(kernel_name(step)) +
+         member("what", quoted(step.what)) +
+         member("epilogue", in_epilogue ? quoted(name_of(epilogue)) : "null") +
+         member("adds_c", boolean(is_matmul && step.matmul.problem.c_stride > 0)) +
+         member("tile", tile) + member("split_k", std::to_string(traits.split_k)) +
+         member("kernels", std::to_string(num_kernels(step, traits.split_k))) +
+         member("workspace_bytes", std::to_string(workspace)) + member("algorithm", algorithm) +
+         member("tuned", boolean(step.plan != nullptr && step.plan->tuned())) +
+         member("fused", boolean(in_epilogue || is_hopper)) +
+         member("why", step.why == nullptr ? "null" : quoted(step.why)) + "}";
+}
+
+inline std::string describe(const Steps& steps) {
+  std::string json;
+  for (const Step& step : steps) json += (json.empty() ? "" : ", ") + describe(step);
+  return "[" + json + "]";
+}
+
+}  // namespace fusedcuda

@@ -1,0 +1,359 @@
+// Which kernels a linear layer and its gradient are made of: products of cuBLASLt with as much in
+// their epilogues as it fuses, the hand-written product where it is faster, and elementwise kernels
+// for the rest. Decisions only; linear_act.cpp runs the steps. No torch here.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "../kernels/linear_act.h"
+#include "../kernels/linear_act_config.h"
+#include "cublaslt_plan_cache.h"
+#include "cublaslt_support.h"
+
+namespace fusedcuda {
+
+// --- What is computed
+
+// `batch` matrices whose elements of a row are neighbours.
+struct LinearMatrix {
+  void* data = nullptr;
+  int64_t stride = 0, batch_stride = 0;
+};
+
+struct LinearFactor {
+  GemmFactor matrix;
+  int64_t batch_stride = 0;
+};
+
+// The same memory as a factor whose rows and k have changed places.
+inline LinearFactor transposed(LinearFactor factor) {
+  factor.matrix.k_is_inner = !factor.matrix.k_is_inner;
+  return factor;
+}
+
+inline LinearFactor as_factor(const LinearMatrix& matrix) {
+  return {{matrix.data, matrix.stride, true}, matrix.batch_stride};
+}
+
+// x (m x k) and weight (n x k), `batch` times.
+struct LinearLayer {
+  DType dtype = DType::kBFloat16;
+  int64_t batch = 1, m = 0, n = 0, k = 0;
+  bool allows_tf32 = false;
+  bool low_precision_reduction = false;
+  int32_t device = 0;
+};
+
+// What the forward of a layer saves: what our own products of the gradient take, and in wider
+// types, for which there are none, what cuBLASLt's epilogues do.
+inline SavedForBackward saved_for_backward(Activation activation, DType dtype) {
+  if (activation == Activation::kNone) return SavedForBackward::kNone;
+  if (activation == Activation::kRelu) return SavedForBackward::kMask;
+  return size_of(dtype) == 2 ? SavedForBackward::kDerivative : SavedForBackward::kPreActivation;
+}
+
+// y = act(x weight.T + bias + residual). Outputs are contiguous.
+struct LinearForward {
+  LinearLayer layer;
+  Activation activation = Activation::kNone;
+  LinearFactor x, weight;
+  void* bias = nullptr;
+  int64_t bias_batch = 0;
+  void* aligned_bias = nullptr;  // as many elements, for a copy of a bias that is not aligned
+  LinearMatrix residual, output;
+  void* padded_x = nullptr;  // room for copies with padded rows, or null
+  void* padded_weight = nullptr;
+  SavedForBackward saves = SavedForBackward::kNone;  // kNone: no gradient is needed
+  void* saved = nullptr;
+};
+
+// The gradients of a layer; those that are null are not wanted. dz has room for dy * act'(z), and
+// is dy itself where there is no activation.
+struct LinearBackward {
+  LinearLayer layer;
+  Activation activation = Activation::kNone;
+  LinearMatrix dy, dz;
+  LinearFactor x, weight;
+  SavedForBackward saves = SavedForBackward::kNone;
+  void* saved = nullptr;
+  void* dx = nullptr;
+  void* dweight = nullptr;
+  void* dbias = nullptr;
+  void* padded_x = nullptr;  // room for copies with padded rows, or null
+  void* padded_weight = nullptr;
+  void* padded_dx = nullptr;
+};
+
+// The gradients of two layers, the second one without activation: h = act(z), y = h w2.T + b2.
+struct MlpBackward {
+  LinearBackward first;  // its dy is not given but made, and lies in its dz
+  LinearMatrix dy;
+  LinearFactor h, w2;
+  int64_t out_features = 0;
+  void* dw2 = nullptr;
+  void* db2 = nullptr;
+};
+
+// --- What is done
+
+enum class StepKind {
+  kMatmul,     // cuBLASLt
+  kHopper,     // our own product, with everything in its epilogue
+  kHopperBwd,  // likewise both products of the gradient
+  kProduct,    // torch's product and additions, for what cuBLASLt has no kernel
+  kActRows,    // y = act(z), or dz = dy act'(z)
+  kQuantize,   // y / scale in 8 bits, by torch
+  kSum,        // over the rows, by torch
+  kCopy,       // of a bias, to an aligned address
+  kPadRows,    // to rows that start at multiples of 16 bytes, or back
+};
+
+struct ColumnSum {
+  LinearMatrix matrix;
+  int64_t batch = 1, m = 0, n = 0;
+  void* sum = nullptr;
+};
+
+struct Copy {
+  const void* from = nullptr;
+  void* to = nullptr;
+  size_t bytes = 0;
+};
+
+struct Quantize {
+  const void* from = nullptr;  // bfloat16
+  void* to = nullptr;          // float8_e4m3fn
+  const void* scale = nullptr;
+  int64_t count = 0;
+};
+
+struct Step {
+  StepKind kind = StepKind::kMatmul;
+  const char* what = "";      // is made
+  const char* why = nullptr;  // it takes this step, if a fused one was thinkable
+  Matmul matmul;              // kMatmul, kProduct
+  std::shared_ptr<MatmulPlan> plan;
+  LinearActParams hopper;
+  LinearActConfig config;
+  LinearActBwdParams hopper_bwd;
+  LinearActBwdConfig bwd_config;
+  ActRowsParams rows;
+  ColumnSum sum;
+  Copy copy;
+  Quantize quantize;
+  PadRowsParams pad;
+};
+
+using Steps = std::vector<Step>;
+
+// Which products are taken where both can be had.
+enum class LinearBackend { kMeasured, kHopper, kCublasLt };
+
+// Where plans come from. Without a cache there is no device, and cuBLASLt is believed to have a
+// kernel for whatever no rule speaks against.
+struct PlanSource {
+  LinearBackend backend = LinearBackend::kMeasured;
+  PlanCache* cache = nullptr;
+  MatmulContext context;
+  const EpilogueSupport* support = nullptr;
+  DeviceTraits device;
+
+  // Why there is no such product, or null.
+  const char* find(const MatmulProblem& problem, std::shared_ptr<MatmulPlan>* plan) const {
+    if (const char* rule = rule_against(problem)) return rule;
+    if (!support->fuses(problem)) return "cuBLASLt is not known to fuse it";
+    if (cache == nullptr) return nullptr;
+    *plan = cache->find(context, problem);
+    return *plan == nullptr ? "cuBLASLt has no algorithm for it" : nullptr;
+  }
+};
+
+// --- Products
+
+inline cudaDataType_t cuda_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return CUDA_R_64F;
+    case DType::kFloat32:
+      return CUDA_R_32F;
+    case DType::kFloat16:
+      return CUDA_R_16F;
+    default:
+      return CUDA_R_16BF;
+  }
+}
+
+inline cublasComputeType_t compute_type(const LinearLayer& layer) {
+  if (layer.dtype == DType::kFloat64) return CUBLAS_COMPUTE_64F;
+  return layer.dtype == DType::kFloat32 && layer.allows_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                             : CUBLAS_COMPUTE_32F;
+}
+
+inline int32_t alignment_of(const void* address) {
+  const auto bits = reinterpret_cast<uintptr_t>(address) | 16;
+  return static_cast<int32_t>(bits & -bits);
+}
+
+// The distance of `lines` of `length` elements. The next line of a single one is nobody's, so it is
+// said to lie where the copy engine likes it.
+inline int64_t line_stride(int64_t stride, int64_t lines, int64_t length) {
+  return lines > 1 ? stride : (length + 15) / 16 * 16;
+}
+
+// output (m x n) = a (m x k) times b (n x k) transposed.
+inline Matmul product(const LinearLayer& layer, int64_t m, int64_t n, int64_t k,
+                      const LinearFactor& a, const LinearFactor& b, const LinearMatrix& output) {
+  Matmul result;
+  MatmulProblem& p = result.problem;
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.batch = layer.batch;
+  p.type = p.output_type = cuda_type(layer.dtype);
+  p.compute = compute_type(layer);
+  p.low_precision_reduction = layer.low_precision_reduction;
+  p.device = layer.device;
+  auto stride_of = [&](const GemmFactor& factor, int64_t rows) {
+    return factor.k_is_inner ? line_stride(factor.stride, rows, k)
+                             : line_stride(factor.stride, k, rows);
+  };
+  p.a_k_is_inner = a.matrix.k_is_inner;
+  p.b_k_is_inner = b.matrix.k_is_inner;
+  p.a_stride = stride_of(a.matrix, m);
+  p.b_stride = stride_of(b.matrix, n);
+  p.output_stride = line_stride(output.stride, m, n);
+  p.a_alignment = alignment_of(a.matrix.data);
+  p.b_alignment = alignment_of(b.matrix.data);
+  p.output_alignment = alignment_of(output.data);
+  if (p.batch > 1) {
+    p.a_batch = a.batch_stride;
+    p.b_batch = b.batch_stride;
+    p.output_batch = output.batch_stride;
+  }
+  result.operands.a = a.matrix.data;
+  result.operands.b = b.matrix.data;
+  result.operands.output = output.data;
+  return result;
+}
+
+inline void add_c(Matmul& matmul, const LinearMatrix& c) {
+  if (c.data == nullptr) return;
+  MatmulProblem& p = matmul.problem;
+  p.c_stride = line_stride(c.stride, p.m, p.n);
+  if (p.batch > 1) p.c_batch = c.batch_stride;
+  p.c_alignment = alignment_of(c.data);
+  matmul.operands.c = c.data;
+}
+
+inline void add_bias(Matmul& matmul, void* bias, int64_t batch_stride) {
+  if (matmul.problem.batch > 1) matmul.problem.bias_batch = batch_stride;
+  matmul.operands.bias = bias;
+}
+
+// What is kept of m x n values of z, or was.
+inline void add_aux(Matmul& matmul, void* saved) {
+  MatmulProblem& p = matmul.problem;
+  p.aux_stride = uses_mask(p.epilogue) ? 8 * mask_row_bytes(p.n) : p.n;
+  if (p.batch > 1) p.aux_batch = p.m * p.aux_stride;
+  matmul.operands.aux = saved;
+}
+
+inline LinearMatrix contiguous_matrix(void* data, int64_t m, int64_t n) { return {data, n, m * n}; }
+
+// --- Steps
+
+class StepPlanner {
+ public:
+  explicit StepPlanner(const PlanSource& source) : source_(source) { steps_.reserve(6); }
+
+  Steps take() { return std::move(steps_); }
+
+  // The product if cuBLASLt has it with its epilogue. Otherwise null and why.
+  Step* try_matmul(const char* what, const Matmul& matmul, const char** why = nullptr) {
+    std::shared_ptr<MatmulPlan> plan;
+    const char* reason = source_.find(matmul.problem, &plan);
+    if (why != nullptr) *why = reason;
+    if (reason != nullptr) return nullptr;
+    Step& step = add(StepKind::kMatmul, what);
+    step.matmul = matmul;
+    step.plan = std::move(plan);
+    return &step;
+  }
+
+  // The product in any case, where need be by torch. The epilogue adds a bias at most.
+  void matmul(const char* what, const Matmul& matmul, const char* why = nullptr) {
+    const MatmulProblem& p = matmul.problem;
+    if (p.m == 0 || p.n == 0 || p.batch == 0) return;
+    const char* reason;
+    if (Step* step = try_matmul(what, matmul, &reason)) {
+      step->why = why;
+      return;
+    }
+    Step& step = add(StepKind::kProduct, what, reason);
+    step.matmul = matmul;
+  }
+
+  void act_rows(const char* what, const ActRowsParams& params, const char* why = nullptr) {
+    if (params.m == 0 || params.n == 0) return;
+    Step& step = add(StepKind::kActRows, what, why);
+    step.rows = params;
+    step.rows.dependent = source_.device.dependent_launch;
+  }
+
+  void sum(const char* what, const ColumnSum& sum, const char* why) {
+    add(StepKind::kSum, what, why).sum = sum;
+  }
+
+  void copy(const char* what, const Copy& copy, const char* why) {
+    add(StepKind::kCopy, what, why).copy = copy;
+  }
+
+  // The bias of a layer where cuBLASLt can read it.
+  void* aligned_bias(const LinearForward& f) {
+    if (alignment_of(f.bias) >= 16) return f.bias;
+    const int64_t elements = f.bias_batch > 0 ? f.layer.batch * f.layer.n : f.layer.n;
+    copy("bias", {f.bias, f.aligned_bias, static_cast<size_t>(elements) * size_of(f.layer.dtype)},
+         "cuBLASLt reads 16-byte aligned biases only");
+    return f.aligned_bias;
+  }
+
+  void quantize(const char* what, const Quantize& quantize, const char* why) {
+    add(StepKind::kQuantize, what, why).quantize = quantize;
+  }
+
+  // Our own products.
+  void hopper(const char* what, const LinearActParams& params) {
+    Step& step = add(StepKind::kHopper, what);
+    step.hopper = params;
+    step.config = choose_linear_act_config(params, source_.device);
+  }
+  void hopper(const char* what, const LinearActBwdParams& params) {
+    Step& step = add(StepKind::kHopperBwd, what);
+    step.hopper_bwd = params;
+    step.bwd_config = choose_linear_act_bwd_config(params, source_.device);
+  }
+
+  void pad_rows(const char* what, const PadRowsParams& params, const char* why) {
+    Step& step = add(StepKind::kPadRows, what, why);
+    step.pad = params;
+    step.pad.dependent = source_.device.dependent_launch;
+  }
+
+  const PlanSource& source() const { return source_; }
+
+ private:
+  Step& add(StepKind kind, const char* what, const char* why = nullptr) {
+    Step& step = steps_.emplace_back();
+    step.kind = kind;
+    step.what = what;
+    step.why = why;
+    return step;
+  }
+
+  const PlanSource& source_;
+  Steps steps_;
+};
+
+}  // namespace fusedcuda

@@ -1,0 +1,173 @@
+"""Which products and kernels the gradients are made of, and that together they are right."""
+
+import pytest
+import torch
+from fake_kernels import pack_mask
+from fake_layer import FakeLayer
+from linear_operands import (
+    FUSED,
+    LAYOUTS,
+    PLAIN,
+    TOLERANCE,
+    check,
+    expected,
+    expected_gradients,
+    kernels,
+    random,
+)
+from torch import Tensor
+
+from fusedcuda.ops._activations import ACTIVATIONS, activation_gradient, apply_activation
+
+# ---- Backward ------------------------------------------------------------------------------------
+
+
+def kept(z: Tensor, activation: str) -> Tensor | None:
+    """What the forward saves of z."""
+    if activation == "none":
+        return None
+    return pack_mask(z.flatten(0, -2) > 0) if activation == "relu" else z
+
+
+def rounded_dz(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    dz = activation_gradient(dy.double(), z.double(), ACTIVATIONS[activation])
+    return dz.to(dy.dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["one", "batch"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_backward(
+    layer: FakeLayer, activation: str, batch: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x, weight = random(*batch, 24, 32, dtype=dtype), random(*batch, 40, 32, dtype=dtype)
+    dy, z = random(*batch, 24, 40, dtype=dtype), random(*batch, 24, 40, dtype=dtype)
+    gradients, steps = layer.backward(dy, x, weight, kept(z, activation), activation)
+    reference = expected_gradients(rounded_dz(dy, z, activation), x, weight)
+    for name, gradient in gradients.items():
+        check(gradient, reference[name])
+    act = [] if activation == "none" else ["act_rows_kernel"]
+    if dtype in (torch.float16, torch.bfloat16):
+        assert kernels(steps) == [*act, "BGRADB", PLAIN]
+    else:
+        assert kernels(steps) == [*act, "torch.sum", PLAIN, PLAIN]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "made_by"),
+    [
+        (["dx"], [PLAIN]),
+        (["dweight"], [PLAIN]),
+        (["dbias"], ["torch.sum"]),
+        (["dweight", "dbias"], ["BGRADB"]),
+        (["dx", "dbias"], ["torch.sum", PLAIN]),
+    ],
+)
+def test_only_what_is_wanted(layer: FakeLayer, wanted: list[str], made_by: list[str]) -> None:
+    x, weight, dy = random(24, 32), random(40, 32), random(24, 40)
+    gradients, steps = layer.backward(dy, x, weight, wanted=wanted)
+    reference = expected_gradients(dy, x, weight)
+    for name in wanted:
+        check(gradients[name], reference[name])
+    assert kernels(steps) == made_by
+
+
+@pytest.mark.parametrize("weight_layout", LAYOUTS)
+@pytest.mark.parametrize("x_layout", LAYOUTS)
+@pytest.mark.parametrize("dy_layout", ["contiguous", "pitched", "odd pitch", "misaligned"])
+def test_layouts_of_backward(
+    layer: FakeLayer, dy_layout: str, x_layout: str, weight_layout: str
+) -> None:
+    x, weight = LAYOUTS[x_layout](random(17, 24)), LAYOUTS[weight_layout](random(16, 24))
+    dy, z = LAYOUTS[dy_layout](random(17, 16)), random(17, 16)
+    for activation in ("none", "gelu"):
+        gradients, steps = layer.backward(dy, x, weight, kept(z, activation), activation)
+        reference = expected_gradients(rounded_dz(dy, z, activation), x, weight)
+        for name, gradient in gradients.items():
+            check(gradient, reference[name])
+        assert "torch.matmul" not in kernels(steps)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 9])
+def test_backward_of_few_features(layer: FakeLayer, n: int) -> None:
+    x, weight, dy = random(64, 40), random(n, 40), random(64, n)
+    gradients, steps = layer.backward(dy, x, weight)
+    reference = expected_gradients(dy, x, weight)
+    for name, gradient in gradients.items():
+        check(gradient, reference[name])
+    if n == 1:
+        assert kernels(steps) == ["torch.sum", PLAIN, PLAIN]
+
+
+@pytest.mark.parametrize("refusal", [FakeLayer.without_algorithm, FakeLayer.fails_when_run])
+def test_backward_does_with_less(layer: FakeLayer, refusal) -> None:
+    refusal(layer, "BGRADB", "DEFAULT")
+    x, weight, dy, z = random(24, 32), random(40, 32), random(24, 40), random(24, 40)
+    gradients, steps = layer.backward(dy, x, weight, z, "silu")
+    reference = expected_gradients(rounded_dz(dy, z, "silu"), x, weight)
+    for name, gradient in gradients.items():
+        check(gradient, reference[name])
+    assert kernels(steps) == ["act_rows_kernel", "torch.sum", "torch.matmul", "torch.matmul"]
+
+
+# ---- Two layers ----------------------------------------------------------------------------------
+
+WANTED = ("dx", "dw1", "db1", "dw2", "db2")
+
+
+def check_mlp(
+    layer: FakeLayer, activation: str, wanted: tuple[str, ...] = WANTED, hidden: int = 40
+) -> list[str]:
+    x, w1, w2 = random(24, 32), random(hidden, 32), random(16, hidden)
+    z = expected(x, w1)[0].to(x.dtype)
+    h = apply_activation(z.double(), ACTIVATIONS[activation]).to(x.dtype)
+    dy = random(24, 16)
+    gradients, steps = layer.mlp_backward(dy, x, w1, kept(z, activation), h, w2, activation, wanted)
+    dh = dy.double() @ w2.double()
+    dz = activation_gradient(dh, z.double(), ACTIVATIONS[activation])
+    reference = {
+        "dx": dz @ w1.double(),
+        "dw1": dz.mT @ x.double(),
+        "db1": dz.sum(0),
+        "dw2": dy.double().mT @ h.double(),
+        "db2": dy.double().sum(0),
+    }
+    assert sorted(gradients) == sorted(wanted)
+    for name, gradient in gradients.items():
+        check(gradient, reference[name])
+    return kernels(steps)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_mlp_backward(layer: FakeLayer, activation: str) -> None:
+    steps = check_mlp(layer, activation)
+    if activation in FUSED:
+        middle = "DRELU_BGRAD" if activation == "relu" else "DGELU_BGRAD"
+        assert steps == ["BGRADB", middle, PLAIN, PLAIN]
+    elif activation == "none":
+        assert steps == ["BGRADB", PLAIN, "BGRADB", PLAIN]
+    else:
+        assert steps == ["BGRADB", PLAIN, "act_rows_kernel", "BGRADB", PLAIN]
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("bits", range(1, 32))
+def test_mlp_backward_of_any_of_them(layer: FakeLayer, bits: int, activation: str) -> None:
+    wanted = tuple(name for i, name in enumerate(WANTED) if bits >> i & 1)
+    check_mlp(layer, activation, wanted)
+
+
+def test_mlp_backward_without_the_sum_in_the_epilogue(layer: FakeLayer) -> None:
+    layer.without_algorithm("DRELU_BGRAD")
+    assert check_mlp(layer, "relu") == ["BGRADB", "DRELU", "BGRADB", PLAIN]
+
+
+def test_mlp_backward_without_epilogues(layer: FakeLayer) -> None:
+    layer.without_algorithm("DRELU_BGRAD", "DRELU", "BGRADB")
+    steps = check_mlp(layer, "relu")
+    assert steps.count("torch.sum") == 2
+    assert "act_rows_kernel" in steps
+
+
+def test_mlp_backward_of_an_odd_hidden_size(layer: FakeLayer) -> None:
+    assert "act_rows_kernel" in check_mlp(layer, "gelu_tanh", hidden=42)

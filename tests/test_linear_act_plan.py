@@ -1,0 +1,141 @@
+"""Which kernels a linear layer takes, as its plan says on any machine."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fusedcuda  # noqa: F401  (defines torch.ops.fusedcuda)
+from fusedcuda.ops._activations import ACTIVATIONS
+
+ops = torch.ops.fusedcuda
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture
+def use(load_family: Callable[[str], None]) -> Iterator[Callable[[str], str]]:
+    """Chooses the backend until the test ends."""
+    load_family("linear_act")
+    before = ops.linear_act_use("measured")
+    yield ops.linear_act_use
+    ops.linear_act_use(before)
+
+
+def steps_of(plan: str) -> list[dict[str, Any]]:
+    return json.loads(plan)["steps"]
+
+
+def forward(
+    m: int = 256, n: int = 128, k: int = 64, *, activation: str = "relu",
+    dtype: torch.dtype = torch.bfloat16, saves: bool = False, **replaced: torch.Tensor,
+) -> list[str]:  # fmt: skip
+    given = {
+        "x": torch.empty(m, k, dtype=dtype), "weight": torch.empty(n, k, dtype=dtype),
+        "bias": torch.empty(n, dtype=dtype), "residual": None,
+    } | replaced  # fmt: skip
+    plan = ops.linear_act_plan(*given.values(), ACTIVATIONS[activation], False, saves)
+    return [step["kernel"] for step in steps_of(plan)]
+
+
+def backward(
+    m: int = 256, n: int = 128, k: int = 64, *, activation: str = "relu", mask: int = 0b111,
+    dtype: torch.dtype = torch.bfloat16, **replaced: torch.Tensor,
+) -> list[dict[str, Any]]:  # fmt: skip
+    saved: torch.Tensor | None = torch.empty(m, n, dtype=dtype)
+    if activation == "relu":
+        saved = torch.empty(m, (n + 127) // 128 * 16, dtype=torch.uint8)
+    given = {
+        "dy": torch.empty(m, n, dtype=dtype), "x": torch.empty(m, k, dtype=dtype),
+        "weight": torch.empty(n, k, dtype=dtype), "saved": None if activation == "none" else saved,
+    } | replaced  # fmt: skip
+    plan = ops.linear_act_backward_plan(*given.values(), ACTIVATIONS[activation], mask, False)
+    return steps_of(plan)
+
+
+def kernels(steps: list[dict[str, Any]]) -> list[str]:
+    return [step["kernel"] for step in steps]
+
+
+OWN = "linear_act_kernel_sm90"
+OWN_BWD = "linear_act_dx_kernel_sm90, linear_act_dweight_kernel_sm90"
+PAD = "pad_rows_kernel"
+
+
+def test_backends_have_names(use):
+    assert use("hopper") == "measured"
+    assert use("cublaslt") == "hopper"
+    with pytest.raises(RuntimeError, match="must be measured, hopper or cublaslt; got triton"):
+        use("triton")
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_our_own_product_has_everything_in_its_epilogue(use, dtype, activation):
+    use("hopper")
+    for saves in (False, True):
+        assert forward(activation=activation, dtype=dtype, saves=saves) == [OWN]
+    use("cublaslt")
+    assert OWN not in forward(activation=activation, dtype=dtype)
+
+
+def test_rows_that_are_not_aligned_are_padded(use):
+    use("hopper")
+    assert forward(k=479) == [PAD, PAD, OWN]
+    wide = torch.empty(256, 480, dtype=torch.bfloat16)
+    assert forward(k=479, x=wide[:, :479]) == [PAD, OWN]
+    assert forward(k=479, x=wide[:, :479], weight=wide[:128, :479]) == [OWN]
+    shifted = torch.empty(256 * 64 + 1, dtype=torch.bfloat16)[1:].view(256, 64)
+    assert forward(x=shifted) == [PAD, OWN]
+    assert kernels(backward(k=479)) == [PAD, PAD, OWN_BWD, PAD]
+    assert kernels(backward(k=479, mask=0b110)) == [PAD, OWN_BWD]
+    use("cublaslt")
+    assert PAD not in forward(k=479)
+
+
+def test_what_our_own_product_does_not_take(use):
+    use("hopper")
+    assert OWN not in forward(dtype=torch.float32)
+    assert OWN not in forward(n=127)
+    assert OWN not in forward(residual=torch.empty(256, 128, dtype=torch.bfloat16))
+    transposed = torch.empty(64, 128, dtype=torch.bfloat16).t()
+    assert forward(weight=transposed) == [OWN]
+    assert OWN not in forward(x=torch.empty(64, 256, dtype=torch.bfloat16).t())
+    batch = torch.empty(3, 128, 64, dtype=torch.bfloat16)
+    bias = torch.empty(3, 128, dtype=torch.bfloat16)
+    x = torch.empty(3, 256, 64, dtype=torch.bfloat16)
+    assert OWN not in forward(x=x, weight=batch, bias=bias)
+    for other in (
+        {"activation": "none"},
+        {"n": 127},
+        {"dtype": torch.float32, "activation": "silu"},
+        {"weight": transposed},
+        {"mask": 0b100},
+    ):
+        assert OWN_BWD not in kernels(backward(**other))
+
+
+def test_gradient_of_a_hidden_layer(use):
+    """dh by cuBLASLt, the rest with the derivative on the way into our own products."""
+    use("hopper")
+    m, hidden, k, n = 256, 128, 64, 40
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    given = (empty(m, n), empty(m, k), empty(hidden, k), empty(m, hidden), empty(m, hidden))
+    silu = ACTIVATIONS["silu"]
+    plan = ops.mlp_backward_plan(*given, empty(n, hidden), silu, 0b11111, False)
+    assert kernels(steps_of(plan)) == ["cublasLtMatmul", "cublasLtMatmul", OWN_BWD]
+
+
+def test_the_gradient_of_the_weight_is_split(use):
+    """So that few tiles keep all multiprocessors busy; the parts need room in float32."""
+    use("hopper")
+    (step,) = backward(m=65536, n=1024, k=480)
+    assert step["split_k"] == 8
+    assert step["kernels"] == 3
+    assert step["workspace_bytes"] == 8 * (1024 * 480 + 1024) * 4
+    (step,) = backward(m=65536, n=1024, k=480, mask=0b001)
+    assert (step["kernels"], step["workspace_bytes"]) == (1, 0)
