@@ -6,9 +6,11 @@ from . import _build, _jit, _library, nn
 from ._build import BuildError, kernel_source
 from ._explain import explain
 from ._jit import jit, load
+from ._tune import tune
 from ._version import __version__
 from .doctor import doctor
 from .ops.cross_entropy import cross_entropy
+from .ops.linear_act import linear_act, linear_act_fp8, linear_residual, mlp
 from .ops.norm import layer_norm, rms_norm
 from .ops.pointwise import (
     act_mul,
@@ -20,6 +22,7 @@ from .ops.pointwise import (
 )
 from .ops.rope import rope, rope_
 from .ops.softmax import log_softmax, softmax
+from .report import report
 
 __all__ = [
     "BuildError",
@@ -36,15 +39,22 @@ __all__ = [
     "jit",
     "kernel_source",
     "layer_norm",
+    "linear_act",
+    "linear_act_fp8",
+    "linear_residual",
     "load",
     "log_softmax",
+    "mlp",
     "nn",
+    "report",
     "rms_norm",
     "rope",
     "rope_",
     "softmax",
+    "tune",
 ]
 
-if not _jit.load_prebuilt():
-    for _family in _build.FAMILIES:
+_jit.load_prebuilt()
+for _family in _build.FAMILIES:
+    if _family not in _jit.prebuilt.families:
         _library.install_stubs(_family)

@@ -1,4 +1,4 @@
-"""The command line: `python -m fusedcuda {doctor,demo,build}`."""
+"""The command line: `python -m fusedcuda {doctor,demo,report,build}`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .demo import main as demo
 
         return demo(arguments[1:])
+    if arguments[:1] == ["report"]:
+        from .report.cli import main as report
+
+        return report(arguments[1:])
     options = _parser().parse_args(arguments)
     return options.run(options)
 
@@ -30,6 +34,10 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser(
         "demo", help="train a DLRM step with and without fused ops; try demo --help"
+    )
+
+    commands.add_parser(
+        "report", help="what torch.compile fuses in a model, and what it could; try report --help"
     )
 
     build = commands.add_parser("build", help="compile a family of kernels now")

@@ -18,9 +18,10 @@ _H200_SMS = 132
 class Explanation:
     """The launches of one call. ``str()`` is for people, ``launches`` and ``plan`` for programs.
 
-    ``plan`` is the first launch. In every family it has ``path``, ``vec`` (elements of the widest
-    access: 1 where everything goes element by element), ``blocks``, ``kernels`` (how many it takes)
-    and, but for pointwise, ``copies``: the arguments that are copied first.
+    ``plan`` is the first launch. In every family but linear_act it has ``path``, ``vec`` (elements
+    of the widest access: 1 where everything goes element by element) and ``blocks``; everywhere
+    ``kernels`` (how many it takes) and, but for pointwise, ``copies``: the arguments that are
+    copied first.
 
     - pointwise: ``path`` is "linear", "flat", "broadcast", "columns", "rows" or "empty". ``access``
       of each of the ``tensors`` (operands, then output; for a backward: operands, incoming
@@ -35,6 +36,11 @@ class Explanation:
       ``totals_cluster`` and ``totals_first`` of the sum over the rows, backward ``tiles`` of a row.
     - rope: ``path`` is "vector", "scalar" or "empty". ``threads``, ``columns``, ``heads``,
       ``heads_per_block``, ``tile``, ``inside`` ("heads" or "positions").
+    - linear_act: one launch an operator: ``op``, ``m``, ``n``, ``k``, ``batch``, and ``steps``, of
+      which there are none if there is nothing to do. A step has ``kernel``, ``what`` it makes,
+      ``fused`` (with something else), or else ``why`` not, and of a product of cuBLASLt, where they
+      are known, ``epilogue``, ``adds_c`` (the residual), ``tile``, ``split_k``,
+      ``workspace_bytes``, ``algorithm`` and ``tuned``.
     """
 
     function: str
@@ -61,10 +67,10 @@ class Explanation:
 Explainers = dict[Callable[..., Any], Callable[[dict[str, Any], bool], Explanation]]
 
 
-def ask(family: str, *arguments: Any) -> Any:
-    """What the plan operator of ``family`` answers; compiles the family if that is needed."""
+def ask(family: str, *arguments: Any, plan: str | None = None) -> Any:
+    """What an operator of ``family``, its ``plan``, answers; compiles the family if needed."""
     _jit.load(family)
-    return json.loads(getattr(torch.ops.fusedcuda, f"{family}_plan")(*arguments))
+    return json.loads(getattr(torch.ops.fusedcuda, plan or f"{family}_plan")(*arguments))
 
 
 def multiprocessors() -> int:

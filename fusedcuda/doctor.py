@@ -193,9 +193,11 @@ def _cublaslt(about: _toolchain.TorchInfo) -> Check:
     home = _toolchain.find_cuda_home(about, [])
     found = _toolchain.find_cublaslt(about, home)
     if found is None:
-        return Check("cuBLASLt", "note", "not found (no kernel needs it yet)")
+        return Check(
+            "cuBLASLt", "note", "not found; linear_act needs it: pip install nvidia-cublas"
+        )
     if found.problem:
-        return Check("cuBLASLt", "note", f"{found.problem} (no kernel needs it yet)")
+        return Check("cuBLASLt", "note", f"{found.problem} (for linear_act)")
     return Check("cuBLASLt", "ok", f"{found.library}, header {found.header}")
 
 

@@ -83,6 +83,26 @@ def test_an_embedding_does_not_read_its_table(fused):
     assert "gather" in kernel.ops
 
 
+def test_rows_that_are_gathered_for_a_sum_and_for_the_result_count_once():
+    def function(table: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(F.embedding(ids, table), (WIDTH,), weight)
+
+    inputs = meta(1_000_000, WIDTH), meta(ROWS, dtype=torch.int64), meta(WIDTH)
+    kernel = only_kernel(predict(function, *inputs))
+    assert kernel.bytes_in == BYTES + ROWS * 8 + WIDTH * 2
+
+
+def test_a_scatter_touches_the_rows_that_it_adds_to():
+    def function(table: Tensor, ids: Tensor, x: Tensor) -> None:
+        table.index_add_(0, ids, x)
+
+    inputs = meta(1_000_000, WIDTH, dtype=torch.float32), meta(ROWS, dtype=torch.int64)
+    report = predict(function, *inputs, meta(ROWS, WIDTH, dtype=torch.float32))
+    (scatter,) = [kernel for kernel in report.kernels if "scatter add" in kernel.ops]
+    assert scatter.bytes_in == 2 * (2 * BYTES) + ROWS * 8
+    assert scatter.bytes_out == 2 * BYTES
+
+
 def test_alike_launches_are_one_row_and_a_span_each():
     def function(xs: list[Tensor], w: Tensor) -> list[Tensor]:
         return [x @ w for x in xs]
@@ -181,6 +201,8 @@ def test_a_graph_break_has_its_line_its_reason_and_a_fix(predicted):
     assert found.code.startswith("print(")
     assert "print" in found.fix
     assert predicted.numbers()["breaks"] == 1
+    (crossing,) = [item for item in predicted.breaks if item.code == "graph break"]
+    assert crossing.bytes == crossing.saved == 2 * ROWS * 512 * 2
     assert f"remove the graph break at {found.where}" in predicted.verdict
     # Both graphs are there: the matmuls of the first, and the addition of the second.
     assert [kernel.kind for kernel in predicted.kernels] == ["matmul", "pointwise"] * 2
