@@ -309,8 +309,8 @@ cudaError_t launch_pad_rows(const PadRowsParams& params, cudaStream_t stream) {
   if (params.rows == 0 || params.padded_columns == 0) return cudaSuccess;
   constexpr int64_t kRowsOfBlock = kActRowsThreads / kWarpSize, kMostBlocks = 1 << 14;
   const int64_t blocks = std::min(ceil_div(params.rows, kRowsOfBlock), kMostBlocks);
-  return launch(pad_rows_kernel<uint16_t>, dim3(static_cast<unsigned>(blocks)), dim3(kActRowsThreads),
-                params.dependent, stream, params);
+  return launch(pad_rows_kernel<uint16_t>, dim3(static_cast<unsigned>(blocks)),
+                dim3(kActRowsThreads), params.dependent, stream, params);
 }
 
 }  // namespace fusedcuda

@@ -1,5 +1,6 @@
 // One norm call as csrc/bindings/norm.cpp makes it, with the launches emulated.
 #include <algorithm>
+
 #include "kernels/norm.h"
 #include "kernels/norm_config.h"
 #include "rows.h"

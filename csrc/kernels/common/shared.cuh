@@ -6,8 +6,8 @@
 
 namespace fusedcuda {
 
-// Where the block's dynamic shared memory starts, aligned to 1024 bytes (tensor_map.h). What it holds is undefined
-// until somebody writes it.
+// Where the block's dynamic shared memory starts, aligned to 1024 bytes (tensor_map.h). What it
+// holds is undefined until somebody writes it.
 __device__ __forceinline__ void* dynamic_shared() {
 #ifdef FUSEDCUDA_EMULATION
   return ::emulation::dynamic_shared();
