@@ -160,9 +160,9 @@ cudaError_t run_layout(const LinearActParams& params, const LinearActConfig& con
 
 // --- Gradient
 
-template <typename T, GemmScale kScale, bool kAKInner>
-using BwdGemm =
-    HopperGemm<T, kBwdTileRows / 2, kBwdTileColumns, false, 2, 3, kAKInner, false, kScale>;
+template <typename T, GemmScale kScale, bool kNarrow, bool kAKInner>
+using BwdGemm = HopperGemm<T, kBwdTileRows / 2, kNarrow ? kNarrowTileColumns : kBwdTileColumns,
+                           false, 2, kNarrow ? 4 : 3, kAKInner, false, kScale>;
 
 // What multiplies dy, in boxes like those of the factor a.
 template <typename Gemm>
@@ -174,10 +174,9 @@ cudaError_t describe_scale(const LinearActBwdParams& p, bool k_is_inner, TensorM
                          map);
 }
 
-template <typename T, GemmScale kScale>
+template <typename Gemm>
 cudaError_t run_dx(const LinearActBwdParams& p, const LinearActConfig& config,
                    cudaStream_t stream) {
-  using Gemm = BwdGemm<T, kScale, true>;
   GemmKernelParams<PlainEpilogueParams> params;
   const GemmFactor dy = {p.dy.data, p.dy.stride, true};
   const GemmFactor weight = {p.weight.data, p.weight.stride, false};
@@ -191,10 +190,9 @@ cudaError_t run_dx(const LinearActBwdParams& p, const LinearActConfig& config,
   return start<Gemm>(linear_act_dx_kernel_sm90<Gemm>, config, stream, params);
 }
 
-template <typename T, GemmScale kScale>
+template <typename Gemm>
 cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& config, void* workspace,
                         cudaStream_t stream) {
-  using Gemm = BwdGemm<T, kScale, false>;
   GemmKernelParams<PartialsEpilogueParams> params;
   const GemmFactor dy = {p.dy.data, p.dy.stride, false};
   const GemmFactor x = {p.x.data, p.x.stride, false};
@@ -223,25 +221,34 @@ cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& conf
   const dim3 grid(static_cast<unsigned>(ceil_div(values, kAlongValues)),
                   p.dbias != nullptr ? 2 : 1);
   const dim3 block(kAlongValues, kSumPartialsThreads / kAlongValues);
-  return launch(sum_partials_kernel<T, float>, grid, block, true, stream, sums);
+  return launch(sum_partials_kernel<typename Gemm::Element, float>, grid, block, true, stream,
+                sums);
 }
 
-template <typename T, GemmScale kScale>
+template <typename T, GemmScale kScale, bool kNarrow>
 cudaError_t run_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config,
                     void* workspace, cudaStream_t stream) {
   if (params.dx.data != nullptr) {
-    const cudaError_t status = run_dx<T, kScale>(params, config.dx, stream);
+    const cudaError_t status = run_dx<BwdGemm<T, kScale, kNarrow, true>>(params, config.dx, stream);
     if (status != cudaSuccess || params.dweight == nullptr) return status;
   }
-  return run_dweight<T, kScale>(params, config.dweight, workspace, stream);
+  return run_dweight<BwdGemm<T, kScale, kNarrow, false>>(params, config.dweight, workspace, stream);
+}
+
+template <typename T, GemmScale kScale>
+cudaError_t run_bwd_tile(const LinearActBwdParams& params, const LinearActBwdConfig& config,
+                         void* workspace, cudaStream_t stream) {
+  return config.dx.tile_columns == kNarrowTileColumns
+             ? run_bwd<T, kScale, true>(params, config, workspace, stream)
+             : run_bwd<T, kScale, false>(params, config, workspace, stream);
 }
 
 template <typename T>
-cudaError_t run_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config,
-                    void* workspace, cudaStream_t stream) {
+cudaError_t run_bwd_type(const LinearActBwdParams& params, const LinearActBwdConfig& config,
+                         void* workspace, cudaStream_t stream) {
   return params.saves == SavedForBackward::kMask
-             ? run_bwd<T, GemmScale::kMask>(params, config, workspace, stream)
-             : run_bwd<T, GemmScale::kElements>(params, config, workspace, stream);
+             ? run_bwd_tile<T, GemmScale::kMask>(params, config, workspace, stream)
+             : run_bwd_tile<T, GemmScale::kElements>(params, config, workspace, stream);
 }
 
 }  // namespace linear_act
@@ -261,8 +268,8 @@ cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
                                   const LinearActBwdConfig& config, void* workspace,
                                   cudaStream_t stream) {
   return params.dtype == DType::kFloat16
-             ? linear_act::run_bwd<__half>(params, config, workspace, stream)
-             : linear_act::run_bwd<__nv_bfloat16>(params, config, workspace, stream);
+             ? linear_act::run_bwd_type<__half>(params, config, workspace, stream)
+             : linear_act::run_bwd_type<__nv_bfloat16>(params, config, workspace, stream);
 }
 
 cudaError_t launch_act_rows(const ActRowsParams& p, cudaStream_t stream) {

@@ -28,8 +28,8 @@ struct LinearActBwdConfig {
 
 namespace linear_act {
 
-// Of the products of the gradient.
-constexpr int kBwdTileRows = 128, kBwdTileColumns = 256;
+// Of the products of the gradient, whose columns are those of x.
+constexpr int kBwdTileRows = 128, kBwdTileColumns = 256, kNarrowTileColumns = 64;
 
 // The copy engine wants 16-byte aligned rows.
 inline bool can_be_boxed(const void* data, int64_t stride, DType dtype) {
@@ -108,7 +108,9 @@ inline LinearActBwdConfig choose_linear_act_bwd_config(const LinearActBwdParams&
   for (LinearActConfig* product : {&config.dx, &config.dweight}) {
     product->in_turns = false;
     product->tile_rows = linear_act::kBwdTileRows;
-    product->tile_columns = linear_act::kBwdTileColumns;
+    product->tile_columns = params.k <= linear_act::kNarrowTileColumns
+                                ? linear_act::kNarrowTileColumns
+                                : linear_act::kBwdTileColumns;
   }
   linear_act::set_blocks(params.m, params.k, device, &config.dx);
   if (params.dweight == nullptr) return config;

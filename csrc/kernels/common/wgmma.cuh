@@ -153,6 +153,9 @@ __device__ __forceinline__ void wgmma_pin(float (&sums)[kCount]) {
   if constexpr (kN == 8) {                                                                        \
     FUSEDCUDA_WGMMA_A(8, type, "%0,%1,%2,%3", 4, 5, 6, 7, 8, 9, 10, "+f"(sums[0]), "+f"(sums[1]), \
                       "+f"(sums[2]), "+f"(sums[3]));                                              \
+  } else if constexpr (kN == 64) {                                                                \
+    FUSEDCUDA_WGMMA_A(64, type, FUSEDCUDA_N32_0, 32, 33, 34, 35, 36, 37, 38,                      \
+                      FUSEDCUDA_R32(sums, 0));                                                    \
   } else if constexpr (kN == 128) {                                                               \
     FUSEDCUDA_WGMMA_A(128, type, FUSEDCUDA_N64, 64, 65, 66, 67, 68, 69, 70, FUSEDCUDA_R64);       \
   } else if constexpr (kN == 192) {                                                               \
@@ -189,7 +192,7 @@ __device__ __forceinline__ void wgmma(float (&sums)[kN / 2], uint64_t factor_a, 
 template <typename T, int kN, bool kBKInner>
 __device__ __forceinline__ void wgmma(float (&sums)[kN / 2], const uint32_t (&a)[4],
                                       uint64_t factor_b, bool accumulate) {
-  static_assert(kN == 8 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 8 || kN == 64 || kN == 128 || kN == 192 || kN == 256);
 #ifdef FUSEDCUDA_EMULATION
   ::emulation::wgmma(sums, kN, a, factor_b, accumulate, std::is_same_v<T, __half>);
 #else
