@@ -12,6 +12,9 @@ namespace {
 
 std::set<GuardedMemory*> global_memories;
 
+// More than a kernel has that does not use the copy engine for whole tiles.
+constexpr size_t kLargeShared = 128 << 10;
+
 // On each side of the data: room for an offset that is off by rows, not only by elements.
 size_t guard_size() { return 64 * sysconf(_SC_PAGESIZE); }
 
@@ -20,7 +23,7 @@ size_t guard_size() { return 64 * sysconf(_SC_PAGESIZE); }
 GuardedMemory::GuardedMemory(size_t size, Kind kind) : size_(size) {
   const size_t page = sysconf(_SC_PAGESIZE);
   const size_t guard = guard_size();
-  const size_t alignment = kind == kShared ? 1024 : 16;
+  const size_t alignment = kind == kShared && size > kLargeShared ? 1024 : 16;
   const size_t padded = (size + alignment - 1) / alignment * alignment;
   mapped_ = (padded + page - 1) / page * page + 2 * guard;
   void* pages = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -4,9 +4,9 @@
 
 namespace emulation {
 
-// Memory whose bytes are all 0xff (a NaN in every floating type), 16-byte aligned (shared memory:
-// 1024), between pages that must not be touched. It ends at the second of them, but for what the
-// alignment takes.
+// Memory whose bytes are all 0xff (a NaN in every floating type), 16-byte aligned (shared memory
+// for tiles, which is large: 1024), between pages that must not be touched. It ends at the second
+// of them, but for what the alignment takes.
 class GuardedMemory {
  public:
   enum Kind { kGlobal, kShared };  // global memory may belong to the previous kernel

@@ -114,6 +114,24 @@ struct Rows {
   float of[2][kProductK];
 };
 
+// Of a factor in registers (mma.cuh, wgmma.cuh), those of the quad are all that a thread's sums
+// need.
+Rows rows_of(const uint32_t (&a)[4], bool is_half) {
+  const int own_lane = lane();
+  Rows rows;
+  for (int word = 0; word < 4; ++word) {
+    const uint64_t* const words = exchange(kOperationLine, kAllLanes, a[word]);
+    for (int quad_lane = 0; quad_lane < 4; ++quad_lane) {
+      const auto bits = static_cast<uint32_t>(words[own_lane / 4 * 4 + quad_lane]);
+      for (int second = 0; second < 2; ++second) {
+        const int k = word / 2 * 8 + 2 * quad_lane + second;
+        rows.of[word % 2][k] = number(static_cast<uint16_t>(bits >> 16 * second), is_half);
+      }
+    }
+  }
+  return rows;
+}
+
 // The thread's part of a product of 64 rows.
 void multiply(const std::byte* shared, float* sums, int n, const Rows& a, Factor b, int lane,
               bool accumulate, bool is_half) {
@@ -265,24 +283,29 @@ void wgmma(float* sums, int n, uint64_t factor_a, uint64_t factor_b, bool accumu
   });
 }
 
-// Of the registers of a, those of the quad are all that a thread's sums need.
 void wgmma(float* sums, int n, const uint32_t (&a)[4], uint64_t factor_b, bool accumulate,
            bool is_half) {
   const std::byte* const shared = current->block->shared->data();
   const int own_lane = lane();
-  Rows rows;
-  for (int word = 0; word < 4; ++word) {
-    const uint64_t* const words = exchange(kOperationLine, kAllLanes, a[word]);
-    for (int quad_lane = 0; quad_lane < 4; ++quad_lane) {
-      const auto bits = static_cast<uint32_t>(words[own_lane / 4 * 4 + quad_lane]);
-      for (int second = 0; second < 2; ++second) {
-        const int k = word / 2 * 8 + 2 * quad_lane + second;
-        rows.of[word % 2][k] = number(static_cast<uint16_t>(bits >> 16 * second), is_half);
+  const Rows rows = rows_of(a, is_half);
+  current->hopper.products.add(
+      [=] { multiply(shared, sums, n, rows, Factor(factor_b), own_lane, accumulate, is_half); });
+}
+
+void multiply_tiles(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                    bool is_half) {
+  const Rows left = rows_of(a, is_half);
+  for (int half = 0; half < 2; ++half) {  // of the values of k
+    const uint64_t* const words = exchange(kOperationLine, kAllLanes, b[half]);
+    for (int i = 0; i < 4; ++i) {
+      const int column = lane() % 4 * 2 + i % 2;
+      for (int k = 0; k < 8; ++k) {
+        const auto bits = static_cast<uint32_t>(words[column * 4 + k / 2]) >> (k % 2 * 16);
+        const float right = number(static_cast<uint16_t>(bits), is_half);
+        sums[i] += left.of[i / 2][half * 8 + k] * right;
       }
     }
   }
-  current->hopper.products.add(
-      [=] { multiply(shared, sums, n, rows, Factor(factor_b), own_lane, accumulate, is_half); });
 }
 
 void wgmma_commit() { ++current->hopper.products.groups; }

@@ -92,7 +92,7 @@ void mailbox_expect(uint64_t* barrier, int bytes);
 void mailbox_send(void* slot, uint64_t* barrier, unsigned rank, const void* value, size_t size);
 void mailbox_wait(uint64_t* barrier, unsigned parity);
 
-// Mbarrier, TMA and wgmma (csrc/kernels/common): hopper.cpp.
+// Mbarrier, TMA, wgmma and mma (csrc/kernels/common): hopper.cpp.
 void mbarrier_init(uint64_t* state, unsigned arrivals);
 void mbarrier_arrive(uint64_t* state, unsigned rank, unsigned bytes);
 void mbarrier_wait(uint64_t* state, unsigned parity);
@@ -108,6 +108,7 @@ uint64_t wgmma_advance(uint64_t factor, int values);
 void wgmma(float* sums, int n, uint64_t factor_a, uint64_t factor_b, bool accumulate, bool is_half);
 void wgmma(float* sums, int n, const uint32_t (&a)[4], uint64_t factor_b, bool accumulate,
            bool is_half);
+void multiply_tiles(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool is_half);
 void wgmma_commit();
 void wgmma_wait(unsigned pending);
 void load_matrices(const void* row, bool transposed, uint32_t (&values)[4]);

@@ -1,0 +1,149 @@
+// One call of the dlrm family as csrc/bindings/dlrm.cpp makes it, with the launches emulated.
+#include "entry.h"
+#include "kernels/dlrm.h"
+#include "kernels/dlrm_config.h"
+
+namespace {
+
+using namespace fusedcuda;
+
+enum Op { kInteraction, kInteractionBwd, kHead, kHeadBwd };
+
+// Call in dlrm_emulator.py: the fields of the operator, null or 0 where it has none.
+struct Call {
+  int op, dtype, num_sms;
+  int64_t shared_bytes_of_block;
+  int64_t rows;  // samples, or rows of x
+  int columns;
+  // Interaction
+  int vectors, width, upper;
+  const void *dense, *embeddings, *grad;
+  int64_t dense_stride, sample_stride, vector_stride, grad_stride;
+  void *output, *dense_grad, *embeddings_grad;
+  // Head
+  void* x;
+  int64_t x_stride;
+  const void *weight, *bias, *target, *grad_loss;
+  double pos_weight, scale;
+  int reduced;
+  void *loss, *logits, *dlogits, *dx, *dweight, *dbias;
+  // Results: what was chosen.
+  int path, aligned, aligned_row, tiles, threads;
+  int64_t blocks, column_tiles;
+};
+
+DeviceTraits device_of(const Call& call) {
+  DeviceTraits device;
+  device.num_sms = call.num_sms;
+  device.shared_bytes_of_block = call.shared_bytes_of_block;
+  return device;
+}
+
+template <typename Params>
+Params vectors_of(const Call& call) {
+  Params p;
+  p.dtype = static_cast<DType>(call.dtype);
+  p.batch = call.rows;
+  p.vectors = call.vectors;
+  p.columns = call.columns;
+  p.width = call.width;
+  p.upper = call.upper;
+  p.dense = call.dense;
+  p.dense_stride = call.dense_stride;
+  p.embeddings = call.embeddings;
+  p.sample_stride = call.sample_stride;
+  p.vector_stride = call.vector_stride;
+  return p;
+}
+
+void remember(const DotConfig& config, Call* call) {
+  call->path = static_cast<int>(config.path);
+  call->aligned = config.aligned;
+  call->aligned_row = config.aligned_row;
+  call->tiles = config.tiles;
+  call->threads = config.threads;
+  call->blocks = config.blocks;
+}
+
+void interact(Call* call) {
+  auto p = vectors_of<DotParams>(*call);
+  p.output = call->output;
+  const DotConfig config = choose_dot_interaction_config(p, device_of(*call));
+  emulation::check_launch(launch_dot_interaction(p, config, nullptr));
+  remember(config, call);
+}
+
+void interact_bwd(Call* call) {
+  auto p = vectors_of<DotBwdParams>(*call);
+  p.grad = call->grad;
+  p.grad_stride = call->grad_stride;
+  p.dense_grad = call->dense_grad;
+  p.embeddings_grad = call->embeddings_grad;
+  const DotConfig config = choose_dot_interaction_bwd_config(p, device_of(*call));
+  emulation::check_launch(launch_dot_interaction_bwd(p, config, nullptr));
+  remember(config, call);
+}
+
+template <typename Params>
+Params rows_of(const Call& call) {
+  Params p;
+  p.dtype = static_cast<DType>(call.dtype);
+  p.rows = call.rows;
+  p.columns = call.columns;
+  p.x = RowMatrix::make(call.x, call.x_stride, call.rows, call.columns, size_of(p.dtype));
+  p.weight = call.weight;
+  p.dlogits = call.dlogits;
+  p.reduced = call.reduced;
+  p.scale = call.scale;
+  return p;
+}
+
+template <typename Params>
+void launch(cudaError_t (*launcher)(const Params&, const BceConfig&, void*, cudaStream_t),
+            const Params& p, const BceConfig& config, Call* call) {
+  const emulation::Workspace workspace(config.workspace_size *
+                                       (p.dtype == DType::kFloat64 ? 8 : 4));
+  emulation::check_launch(launcher(p, config, workspace.data(), nullptr));
+  workspace.check();
+  call->aligned = config.aligned;
+  call->blocks = config.blocks;
+  call->column_tiles = config.column_tiles;
+}
+
+void head(Call* call) {
+  auto p = rows_of<BceParams>(*call);
+  p.bias = call->bias;
+  p.target = call->target;
+  p.pos_weight = call->pos_weight;
+  p.loss = call->loss;
+  p.logits = call->logits;
+  launch(launch_linear_sigmoid_bce, p, choose_linear_sigmoid_bce_config(p, device_of(*call)), call);
+}
+
+void head_bwd(Call* call) {
+  auto p = rows_of<BceBwdParams>(*call);
+  p.grad_loss = call->grad_loss;
+  if (call->dx != nullptr)
+    p.dx = RowMatrix::make(call->dx, call->columns, call->rows, call->columns, size_of(p.dtype));
+  p.dweight = call->dweight;
+  p.dbias = call->dbias;
+  launch(launch_linear_sigmoid_bce_bwd, p,
+         choose_linear_sigmoid_bce_bwd_config(p, device_of(*call)), call);
+}
+
+}  // namespace
+
+EXPORT int emulate(Call* call, char* error, size_t error_size) {
+  return emulation::report_errors(error, error_size, [&] {
+    switch (call->op) {
+      case kInteraction:
+        return interact(call);
+      case kInteractionBwd:
+        return interact_bwd(call);
+      case kHead:
+        return head(call);
+      default:
+        return head_bwd(call);
+    }
+  });
+}
