@@ -319,7 +319,7 @@ struct HopperGemm {
 // Epilogue(params, warpgroup, shared), and for every tile, with the place in the result of what the
 // warpgroup has of it, calls
 //   epilogue.prepare(column);                    // before the products
-//   epilogue.finish(sums, row, column, split);   // behind them
+//   epilogue.finish(&sums, row, column, split);  // behind them; may change them
 // Epilogue::kSumsRows: whether it wants the sums of a's rows; with the first column of tiles it
 // gets
 //   epilogue.store_row_sums(sums, row, split);
@@ -378,7 +378,7 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
       } else {
         Gemm::template multiply<false>(shared, k_blocks, warpgroup, &at, &sums);
       }
-      epilogue.finish(sums, row, column, tile.split);
+      epilogue.finish(&sums, row, column, tile.split);
     }
     if (threadIdx.x % kWarpgroup == 0) wait_for_stores();
   }

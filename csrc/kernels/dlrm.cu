@@ -1,0 +1,169 @@
+// The ops of a DLRM (Naumov et al., arXiv:1906.00091) between and behind its linear layers.
+//
+// Interaction: the dense vector of a sample, and the dot products of all pairs of its vectors, as
+// one row. Bound by memory: each vector is read once and each row is written once (27 vectors of
+// 128 elements of 2 bytes: 6912 bytes in, 960 out), backward vectors and incoming row are read and
+// the gradients written once. The products themselves are small: tensor cores do them on the way.
+// - dlrm_interaction.cuh: 16-bit types, a warp a sample, the next samples on their way meanwhile;
+// - dlrm_interaction_threads.cuh: float32 and float64, a block a sample.
+//
+// Head: a linear layer of one output with sigmoid and binary cross-entropy (dlrm_head.cuh). x is
+// read once forward, and once backward, where its gradient is written.
+
+#include <type_traits>
+
+#include "common/launch.h"
+#include "common/row_launch.cuh"
+#include "common/sum_partials.cuh"
+#include "dlrm.h"
+#include "dlrm_head.cuh"
+#include "dlrm_interaction.cuh"
+#include "dlrm_interaction_threads.cuh"
+#include "dlrm_layout.h"
+
+namespace fusedcuda {
+
+// ------------------------------------------------------------------------------------------------
+// Launchers
+// ------------------------------------------------------------------------------------------------
+
+namespace dlrm {
+
+template <typename... Params, typename... Args>
+cudaError_t launch_dot(void (*kernel)(Params...), const DotConfig& config, cudaStream_t stream,
+                       const Args&... args) {
+  LaunchOptions options;
+  options.dependent = config.dependent_launch;
+  options.shared_bytes = config.shared_bytes;
+  return launch(kernel, dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads), options,
+                stream, args...);
+}
+
+// f(tiles, aligned), two integral constants.
+template <typename F>
+cudaError_t with_tiles(const DotConfig& config, F f) {
+  auto with_aligned = [&](auto tiles) {
+    return config.aligned ? f(tiles, std::true_type()) : f(tiles, std::false_type());
+  };
+  return config.tiles == kFewDotTiles ? with_aligned(std::integral_constant<int, kFewDotTiles>())
+                                      : with_aligned(std::integral_constant<int, kManyDotTiles>());
+}
+
+template <typename T>
+cudaError_t interact(const DotParams& p, const DotConfig& config, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    return with_tiles(config, [&](auto tiles, auto aligned) {
+      return launch_dot(dot_interaction_kernel<T, tiles(), aligned()>, config, stream, p,
+                        config.aligned_row);
+    });
+  } else {
+    return launch_dot(config.aligned ? dot_interaction_threads_kernel<T, true>
+                                     : dot_interaction_threads_kernel<T, false>,
+                      config, stream, p, config.aligned_row);
+  }
+}
+
+template <typename T>
+cudaError_t interact_bwd(const DotBwdParams& p, const DotConfig& config, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    return with_tiles(config, [&](auto tiles, auto aligned) {
+      return launch_dot(dot_interaction_bwd_kernel<T, tiles(), aligned()>, config, stream, p,
+                        config.aligned_row);
+    });
+  } else {
+    return launch_dot(config.aligned ? dot_interaction_bwd_threads_kernel<T, true>
+                                     : dot_interaction_bwd_threads_kernel<T, false>,
+                      config, stream, p);
+  }
+}
+
+// Adds up the partial sums that the blocks left.
+template <typename T>
+cudaError_t add_up(const SumPartialsParams& sums, unsigned count, bool dependent,
+                   cudaStream_t stream) {
+  const dim3 block(kWarpSize, kSumPartialsThreads / kWarpSize);
+  const dim3 grid(static_cast<unsigned>(ceil_div(sums.values[0], kWarpSize)), count);
+  return launch(sum_partials_kernel<T>, grid, block, dependent, stream, sums);
+}
+
+template <typename T>
+cudaError_t head(const BceParams& p, const BceConfig& config, void* workspace,
+                 cudaStream_t stream) {
+  using C = Compute<T>;
+  const auto kernel =
+      config.aligned ? linear_sigmoid_bce_kernel<T, true> : linear_sigmoid_bce_kernel<T, false>;
+  const cudaError_t status = launch(kernel, dim3(static_cast<unsigned>(config.blocks)),
+                                    dim3(config.threads_x, config.threads_y),
+                                    config.dependent_launch, stream, p, static_cast<C*>(workspace));
+  if (status != cudaSuccess || !p.reduced) return status;
+  const SumPartialsParams sums = {{workspace}, {p.loss}, {1}, {config.blocks}};
+  return add_up<C>(sums, 1, config.dependent_launch, stream);
+}
+
+template <typename T>
+cudaError_t head_bwd(const BceBwdParams& p, const BceConfig& config, void* workspace,
+                     cudaStream_t stream) {
+  using C = Compute<T>;
+  SumPartialsParams sums = {};
+  unsigned count = 0;
+  C* next = static_cast<C*>(workspace);
+  auto partials_of = [&](void* gradient, int64_t values) -> C* {
+    if (gradient == nullptr) return nullptr;
+    sums.partials[count] = next;
+    sums.outputs[count] = gradient;
+    sums.values[count] = values;
+    sums.partials_per_value[count] = config.blocks;
+    ++count;
+    C* const partials = next;
+    next += config.blocks * values;
+    return partials;
+  };
+  BcePartials<C> partials;
+  partials.dweight = partials_of(p.dweight, p.columns);
+  partials.dbias = partials_of(p.dbias, 1);
+  const auto kernel = config.aligned ? linear_sigmoid_bce_bwd_kernel<T, true>
+                                     : linear_sigmoid_bce_bwd_kernel<T, false>;
+  const dim3 grid(static_cast<unsigned>(config.blocks), static_cast<unsigned>(config.column_tiles));
+  const cudaError_t status = launch(kernel, grid, dim3(config.threads_x, config.threads_y),
+                                    config.dependent_launch, stream, p, partials);
+  if (status != cudaSuccess || count == 0) return status;
+  return add_up<T>(sums, count, config.dependent_launch, stream);
+}
+
+}  // namespace dlrm
+
+cudaError_t dlrm_device_traits(DeviceTraits* traits) {
+  return describe_device(dot_interaction_threads_kernel<float, false>, traits);
+}
+
+cudaError_t launch_dot_interaction(const DotParams& params, const DotConfig& config,
+                                   cudaStream_t stream) {
+  if (config.path == DotPath::kEmpty) return cudaSuccess;
+  return with_type(params.dtype, [&](auto type) {
+    return dlrm::interact<typename decltype(type)::type>(params, config, stream);
+  });
+}
+
+cudaError_t launch_dot_interaction_bwd(const DotBwdParams& params, const DotConfig& config,
+                                       cudaStream_t stream) {
+  if (config.path == DotPath::kEmpty) return cudaSuccess;
+  return with_type(params.dtype, [&](auto type) {
+    return dlrm::interact_bwd<typename decltype(type)::type>(params, config, stream);
+  });
+}
+
+cudaError_t launch_linear_sigmoid_bce(const BceParams& params, const BceConfig& config,
+                                      void* workspace, cudaStream_t stream) {
+  return with_type(params.dtype, [&](auto type) {
+    return dlrm::head<typename decltype(type)::type>(params, config, workspace, stream);
+  });
+}
+
+cudaError_t launch_linear_sigmoid_bce_bwd(const BceBwdParams& params, const BceConfig& config,
+                                          void* workspace, cudaStream_t stream) {
+  return with_type(params.dtype, [&](auto type) {
+    return dlrm::head_bwd<typename decltype(type)::type>(params, config, workspace, stream);
+  });
+}
+
+}  // namespace fusedcuda

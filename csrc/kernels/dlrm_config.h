@@ -1,0 +1,125 @@
+// How the kernels of dlrm.cu are launched. Pure host functions without CUDA calls or global state,
+// so that every decision can be tested on a machine without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "dlrm.h"
+#include "dlrm_layout.h"
+
+namespace fusedcuda {
+namespace dlrm_detail {
+
+// A block's own share of shared memory that the GPU takes for itself.
+constexpr size_t kReservedBytes = 1 << 10;
+
+inline bool all_multiples(int64_t unit, std::initializer_list<int64_t> values) {
+  return std::all_of(values.begin(), values.end(), [=](int64_t v) { return v % unit == 0; });
+}
+
+inline bool vectors_are_aligned(const DotVectors& p) {
+  const int64_t vec = kVectorBytes / size_of(p.dtype);
+  return is_aligned(p.dense) && is_aligned(p.embeddings) &&
+         all_multiples(vec, {p.columns, p.dense_stride, p.sample_stride, p.vector_stride});
+}
+
+inline bool rows_are_aligned(const DotVectors& p, const void* data, int64_t stride) {
+  return is_aligned(data) && all_multiples(kVectorBytes / size_of(p.dtype), {p.width, stride});
+}
+
+// Warps of a block: as many as let most of them be on an SM together; of few samples, so few that
+// all SMs have some.
+inline void choose_warps(const DotVectors& p, size_t bytes_of_warp, const DeviceTraits& device,
+                         DotConfig* config) {
+  const int most_blocks = config->tiles == kFewDotTiles ? kFewTilesBlocks : kManyTilesBlocks;
+  int64_t most_resident = 0, resident_blocks = 0;
+  int64_t warps = 0;
+  for (int64_t w = kDotWarps; w >= 1; w /= 2) {
+    if (w * bytes_of_warp > device.shared_bytes_of_block) continue;
+    const int64_t fitting = device.shared_bytes_of_sm / (w * bytes_of_warp + kReservedBytes);
+    const int64_t blocks = std::min<int64_t>(fitting, most_blocks * kDotWarps / w);
+    if (blocks * w <= most_resident) continue;
+    most_resident = blocks * w;
+    resident_blocks = blocks;
+    warps = w;
+  }
+  while (warps > 1 && ceil_div(p.batch, warps) < device.num_sms) warps /= 2;
+  config->threads = static_cast<int>(warps) * kWarpSize;
+  config->shared_bytes = warps * bytes_of_warp;
+  config->blocks = std::min(ceil_div(p.batch, warps), resident_blocks * device.num_sms);
+}
+
+inline DotConfig choose_dot_config(const DotVectors& p, bool is_backward, const void* row,
+                                   int64_t row_stride, const DeviceTraits& device) {
+  DotConfig config;
+  if (p.batch == 0) return config;
+  config.aligned = vectors_are_aligned(p);
+  config.aligned_row = rows_are_aligned(p, row, row_stride);
+  config.dependent_launch = device.dependent_launch;
+  const size_t itemsize = size_of(p.dtype);
+  if (itemsize == 2) {
+    config.path = DotPath::kTensorCores;
+    config.tiles = p.vectors <= 16 * kFewDotTiles ? kFewDotTiles : kManyDotTiles;
+    const DotLayout layout(p, config.tiles);
+    const int elements = is_backward ? layout.backward_elements() : layout.forward_elements();
+    choose_warps(p, elements * itemsize, device, &config);
+    return config;
+  }
+  config.path = DotPath::kThreads;
+  const DotChunkLayout layout(p, static_cast<int>(itemsize));
+  const int elements = is_backward ? layout.backward_elements() : layout.forward_elements();
+  const int tiles = is_backward ? layout.backward_tiles() : layout.forward_tiles();
+  config.threads = std::min<int>(ceil_div(tiles, kWarpSize) * kWarpSize, kDotThreads);
+  config.shared_bytes = elements * itemsize;
+  config.blocks = std::min<int64_t>(p.batch, (int64_t{1} << 31) - 1);
+  return config;
+}
+
+}  // namespace dlrm_detail
+
+inline DotConfig choose_dot_interaction_config(const DotParams& p, const DeviceTraits& device) {
+  return dlrm_detail::choose_dot_config(p, false, p.output, p.width, device);
+}
+
+inline DotConfig choose_dot_interaction_bwd_config(const DotBwdParams& p,
+                                                   const DeviceTraits& device) {
+  return dlrm_detail::choose_dot_config(p, true, p.grad, p.grad_stride, device);
+}
+
+// A warp a row, kBceRows rows at a time.
+inline BceConfig choose_linear_sigmoid_bce_config(const BceParams& p, const DeviceTraits& device) {
+  BceConfig config;
+  config.aligned = rows_are_aligned(&p.x, 1, p.columns, size_of(p.dtype)) && is_aligned(p.weight);
+  config.vec = config.aligned ? kVectorBytes / size_of(p.dtype) : 1;
+  config.threads_x = kWarpSize;
+  config.threads_y = kBceThreads / kWarpSize;
+  const int64_t wanted = ceil_div(p.rows, int64_t{config.threads_y} * kBceRows);
+  // One block at least: also the loss of no rows is written.
+  config.blocks = std::clamp<int64_t>(wanted, 1, int64_t{kBceBlocksOfSm} * device.num_sms);
+  config.workspace_size = p.reduced ? config.blocks : 0;
+  config.dependent_launch = device.dependent_launch;
+  return config;
+}
+
+// A thread takes the same columns of many rows, and adds up what they give.
+inline BceConfig choose_linear_sigmoid_bce_bwd_config(const BceBwdParams& p,
+                                                      const DeviceTraits& device) {
+  BceConfig config;
+  const RowMatrix matrices[] = {p.x, p.dx};
+  config.aligned =
+      rows_are_aligned(matrices, 2, p.columns, size_of(p.dtype)) && is_aligned(p.weight);
+  config.vec = config.aligned ? kVectorBytes / size_of(p.dtype) : 1;
+  const int64_t pieces = ceil_div(p.columns, config.vec);
+  config.threads_x = static_cast<int>(std::min<int64_t>(next_power_of_two(pieces), kBceThreads));
+  config.threads_y = kBceThreads / config.threads_x;
+  config.column_tiles = ceil_div(pieces, config.threads_x);
+  const int64_t wanted = ceil_div(p.rows, int64_t{config.threads_y} * kBceRows);
+  config.blocks = std::clamp<int64_t>(wanted, 1, int64_t{kBceBlocksOfSm} * device.num_sms);
+  config.workspace_size =
+      config.blocks * ((p.dweight != nullptr ? p.columns : 0) + (p.dbias != nullptr ? 1 : 0));
+  config.dependent_launch = device.dependent_launch;
+  return config;
+}
+
+}  // namespace fusedcuda
