@@ -243,9 +243,9 @@ void forward(const Lt& lt, int64_t m, int64_t n, int64_t k, Activation activatio
     auto named = [&](auto gemm, const char* name) {
       add<decltype(gemm)>(name, p, device, group, expected, &contenders);
     };
-    named(HopperGemm<T, 128, 128, true, 1, 5, true, true>(), "turns 128x128 cluster 1");
-    named(HopperGemm<T, 128, 128, true, 2, 5, true, true>(), "turns 128x128 cluster 2");
-    named(HopperGemm<T, 128, 128, true, 4, 5, true, true>(), "turns 128x128 cluster 4");
+    named(HopperGemm<T, 128, 128, true, 1, 6, true, true>(), "turns 128x128 cluster 1");
+    named(HopperGemm<T, 128, 128, true, 2, 6, true, true>(), "turns 128x128 cluster 2");
+    named(HopperGemm<T, 128, 128, true, 4, 6, true, true>(), "turns 128x128 cluster 4");
     named(HopperGemm<T, 128, 192, true, 2, 4, true, true>(), "turns 128x192 cluster 2");
     named(HopperGemm<T, 128, 192, false, 2, 3, true, true>(), "together 256x192 cluster 2");
     named(HopperGemm<T, 64, 256, true, 2, 4, true, true>(), "turns 64x256 cluster 2");

@@ -76,6 +76,11 @@ inline DotConfig choose_dot_config(const DotVectors& p, bool is_backward, const 
   return config;
 }
 
+// As kVectorWidth in vec.cuh: float64 goes element by element.
+inline int vector_of_rows(DType dtype, bool aligned) {
+  return aligned && dtype != DType::kFloat64 ? kVectorBytes / size_of(dtype) : 1;
+}
+
 }  // namespace dlrm_detail
 
 inline DotConfig choose_dot_interaction_config(const DotParams& p, const DeviceTraits& device) {
@@ -91,7 +96,7 @@ inline DotConfig choose_dot_interaction_bwd_config(const DotBwdParams& p,
 inline BceConfig choose_linear_sigmoid_bce_config(const BceParams& p, const DeviceTraits& device) {
   BceConfig config;
   config.aligned = rows_are_aligned(&p.x, 1, p.columns, size_of(p.dtype)) && is_aligned(p.weight);
-  config.vec = config.aligned ? kVectorBytes / size_of(p.dtype) : 1;
+  config.vec = dlrm_detail::vector_of_rows(p.dtype, config.aligned);
   config.threads_x = kWarpSize;
   config.threads_y = kBceThreads / kWarpSize;
   const int64_t wanted = ceil_div(p.rows, int64_t{config.threads_y} * kBceRows);
@@ -109,7 +114,7 @@ inline BceConfig choose_linear_sigmoid_bce_bwd_config(const BceBwdParams& p,
   const RowMatrix matrices[] = {p.x, p.dx};
   config.aligned =
       rows_are_aligned(matrices, 2, p.columns, size_of(p.dtype)) && is_aligned(p.weight);
-  config.vec = config.aligned ? kVectorBytes / size_of(p.dtype) : 1;
+  config.vec = dlrm_detail::vector_of_rows(p.dtype, config.aligned);
   const int64_t pieces = ceil_div(p.columns, config.vec);
   config.threads_x = static_cast<int>(std::min<int64_t>(next_power_of_two(pieces), kBceThreads));
   config.threads_y = kBceThreads / config.threads_x;

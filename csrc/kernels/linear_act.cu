@@ -43,6 +43,8 @@ __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_kernel_sm90(
 #if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   run_gemm<Gemm, LinearActEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
                                           params.epilogue);
+#else
+  __trap();
 #endif
 }
 
@@ -52,6 +54,8 @@ __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_dx_kernel_sm90(
 #if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   run_gemm<Gemm, PlainEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
                                       params.epilogue);
+#else
+  __trap();
 #endif
 }
 
@@ -62,6 +66,8 @@ __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_dweight_kernel_sm9
 #if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   run_gemm<Gemm, PartialsEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
                                          params.epilogue);
+#else
+  __trap();
 #endif
 }
 
@@ -147,7 +153,7 @@ template <typename T, bool kBKInner>
 cudaError_t run_tile(const LinearActParams& params, const LinearActConfig& config,
                      cudaStream_t stream) {
   if (config.in_turns)
-    return run<HopperGemm<T, 128, 128, true, 2, 5, true, kBKInner>>(params, config, stream);
+    return run<HopperGemm<T, 128, 128, true, 2, 6, true, kBKInner>>(params, config, stream);
   return run<HopperGemm<T, 64, 256, false, 2, 4, true, kBKInner>>(params, config, stream);
 }
 
@@ -157,6 +163,12 @@ cudaError_t run_layout(const LinearActParams& params, const LinearActConfig& con
   return params.b.k_is_inner ? run_tile<T, true>(params, config, stream)
                              : run_tile<T, false>(params, config, stream);
 }
+
+// Compiled for anything but Hopper's own instructions the kernels are empty: by its registers one
+// of them says whether it was.
+constexpr auto kAnyKernel =
+    linear_act_kernel_sm90<HopperGemm<__nv_bfloat16, 128, 128, true, 2, 6, true, true>>;
+constexpr int kRegistersOfNoCode = 64;
 
 // --- Gradient
 
@@ -254,7 +266,18 @@ cudaError_t run_bwd_type(const LinearActBwdParams& params, const LinearActBwdCon
 }  // namespace linear_act
 
 cudaError_t linear_act_device_traits(DeviceTraits* traits) {
-  return describe_device(act_rows_kernel<float, 4>, traits);
+  cudaError_t status = describe_device(act_rows_kernel<float, 4>, traits);
+  if (status != cudaSuccess) return status;
+  const auto kernel = linear_act::kAnyKernel;
+  cudaFuncAttributes attributes;
+  traits->wgmma = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
+                  attributes.numRegs > linear_act::kRegistersOfNoCode;
+  cudaGetLastError();  // a GPU that there is no code for is no error
+  if (!traits->wgmma) return cudaSuccess;
+  for (int log2 = 1; log2 < 3 && status == cudaSuccess; ++log2)
+    status =
+        resident_clusters(kernel, kGemmThreads, 1 << log2, &traits->resident_clusters[0][log2]);
+  return status;
 }
 
 cudaError_t launch_linear_act(const LinearActParams& params, const LinearActConfig& config,

@@ -48,7 +48,9 @@ inline void set_blocks(int64_t rows, int64_t columns, const DeviceTraits& device
                        LinearActConfig* config) {
   const int64_t tiles = ceil_div(rows, int64_t{config->tile_rows} * config->cluster) *
                         ceil_div(columns, config->tile_columns) * config->splits;
-  const int64_t resident = device.num_sms / config->cluster;
+  const int log2 = config->cluster == 1 ? 0 : config->cluster == 2 ? 1 : 2;
+  const int64_t resident =
+      std::min(device.num_sms / config->cluster, device.resident_clusters[0][log2]);
   config->blocks = static_cast<int>(std::min(tiles, resident)) * config->cluster;
 }
 

@@ -250,20 +250,27 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
                                                const GemmShared<Gemm>& shared)
       : Base(warpgroup, shared), params_(params), bias_(shared.bias(warpgroup)) {}
 
-  // Fetches the bias, so that nobody waits for it behind the products.
-  __device__ __forceinline__ void prepare(int column) const {
+  // Fetches the bias, which arrives while the products are computed.
+  __device__ __forceinline__ void prepare(int column) {
     if (params_.bias == nullptr) return;
     const T* const bias = static_cast<const T*>(params_.bias);
-    // Every thread has read those of the last tile.
-    named_barrier(this->barrier_, kWarpgroup);
-    for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < Gemm::kTileColumns;
-         i += kWarpgroup)
-      bias_[i] = column + i < params_.n ? to_compute(bias[column + i]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kBiases; ++i) {
+      const int at = column + own_bias(i);
+      fetched_[i] = own_bias(i) < Gemm::kTileColumns && at < params_.n ? bias[at] : T();
+    }
   }
 
   __device__ __forceinline__ void finish(typename Gemm::Sums* sums, int row, int column,
                                          int /*split*/) {
-    if (params_.bias != nullptr) named_barrier(this->barrier_, kWarpgroup);
+    if (params_.bias != nullptr) {
+      // All threads have read that of the last tile: they met when its last chunk was stored.
+#pragma unroll
+      for (int i = 0; i < kBiases; ++i) {
+        if (own_bias(i) < Gemm::kTileColumns) bias_[own_bias(i)] = to_compute(fetched_[i]);
+      }
+      named_barrier(this->barrier_, kWarpgroup);
+    }
     const bool saves = params_.saves != SavedForBackward::kNone;
     // The choice is made once for all chunks, so that they have no branches.
     with_activation(params_.activation, [&](auto act) {
@@ -327,8 +334,15 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
     this->chunks_.store(params_.output, y_pairs, row, column);
   }
 
+  // A thread fetches so many biases of a tile, a warpgroup apart.
+  static constexpr int kBiases = (Gemm::kTileColumns + kWarpgroup - 1) / kWarpgroup;
+  static __device__ __forceinline__ int own_bias(int i) {
+    return static_cast<int>(threadIdx.x) % kWarpgroup + i * kWarpgroup;
+  }
+
   const Params& params_;
-  float* bias_;  // of the tile
+  float* bias_;         // of the tile
+  T fetched_[kBiases];  // of the next one
 };
 
 // What a part of k gives, in float32, for sum_partials.cuh: values[split][row][column], and the

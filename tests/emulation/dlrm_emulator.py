@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 
-import torch
 from emulator import DTYPES, Library, address
 from torch import Tensor
 
@@ -66,9 +66,7 @@ class DlrmEmulator(Library):
             **self._device(),
         }
 
-    def dot_interaction(
-        self, dense: Tensor, embeddings: Tensor, upper: bool, width: int
-    ) -> Tensor:
+    def dot_interaction(self, dense: Tensor, embeddings: Tensor, upper: bool, width: int) -> Tensor:
         def make_call(dense: Tensor, embeddings: Tensor, output: Tensor) -> ctypes.Structure:
             vectors = self._vectors(dense, embeddings, upper)
             return _Call(op=_INTERACTION, width=width, output=address(output), **vectors)
@@ -102,6 +100,7 @@ class DlrmEmulator(Library):
         return self.run("dot_interaction_backward", make_call, inputs, outputs, self._remember)
 
     def _rows(self, x: Tensor, weight: Tensor, reduction: int) -> dict[str, object]:
+        mean_of = x.shape[0] if reduction == 1 else 1
         return {
             "dtype": DTYPES.index(x.dtype),
             "rows": x.shape[0],
@@ -110,7 +109,7 @@ class DlrmEmulator(Library):
             "x_stride": x.stride(0),
             "weight": address(weight),
             "reduced": reduction != 0,
-            "scale": 1 / x.shape[0] if reduction == 1 and x.shape[0] else 1.0,
+            "scale": 1 / mean_of if mean_of > 0 else math.inf,
             **self._device(),
         }
 

@@ -15,13 +15,13 @@ struct Call {
   void *a, *b, *bias, *mask, *output;
 };
 
-using Tile0 = HopperGemm<T, 128, 128, true, 1, 5, true, true>;
-using Tile1 = HopperGemm<T, 128, 128, true, 4, 5, true, true>;
+using Tile0 = HopperGemm<T, 128, 128, true, 1, 6, true, true>;
+using Tile1 = HopperGemm<T, 128, 128, true, 4, 6, true, true>;
 using Tile2 = HopperGemm<T, 64, 256, true, 4, 4, true, true>;
 using Tile3 = HopperGemm<T, 64, 192, true, 2, 5, true, true>;
 using Tile4 = HopperGemm<T, 64, 256, false, 1, 4, true, true>;
 using Tile5 = HopperGemm<T, 128, 128, false, 2, 4, true, true>;
-using Tile6 = HopperGemm<T, 128, 128, true, 4, 5, true, false>;
+using Tile6 = HopperGemm<T, 128, 128, true, 4, 6, true, false>;
 
 template <typename Gemm>
 cudaError_t run(const LinearActParams& params, int num_sms) {

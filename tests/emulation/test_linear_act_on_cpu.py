@@ -122,6 +122,13 @@ def test_blocks_with_many_tiles(
     check(linear, x, weight, bias, "relu", saves=Saves.MASK, group=group, in_turns=in_turns)
 
 
+@pytest.mark.parametrize("k", [320, 456, 640])
+def test_warpgroups_that_skip_each_others_rounds(linear: LinearActEmulator, k: int) -> None:
+    """Tiles that fill the ring of stages, or more: a warpgroup does not see all of its rounds."""
+    linear.num_sms = 2
+    check(linear, *operands(900, 264, k, torch.bfloat16), "relu", in_turns=True)
+
+
 def test_without_bias_and_with_one_that_is_not_aligned(linear: LinearActEmulator) -> None:
     x, weight, bias = operands(40, 72, 40, torch.bfloat16)
     check(linear, x, weight, None)

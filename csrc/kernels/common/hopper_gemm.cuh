@@ -109,6 +109,7 @@ struct HopperGemm {
   struct Stages {
     Mbarrier full[kStages];   // the bytes have arrived
     Mbarrier empty[kStages];  // all readers are through with them
+    Mbarrier turn[2];         // of a warpgroup: the other one has seen its tile arrive
   };
 
   // A place in the ring of stages, and how often it has been around.
@@ -129,7 +130,9 @@ struct HopperGemm {
     }
   };
 
-  // --- Producer: one thread
+  // --- Producer: a warp, of which one lane talks to the copy engine. (All of them in the loops,
+  // since the compiler then knows that addresses are the same for the warp, as the engine wants
+  // them.)
 
   static __device__ __forceinline__ void load(const TensorMap& a, const TensorMap& b,
                                               const TensorMap& scale, unsigned char* tiles,
@@ -145,6 +148,7 @@ struct HopperGemm {
         Mbarrier* const full = &stages->full[at.stage];
         const int k = block * kGemmK;
         stages->empty[at.stage].wait(at.parity ^ 1);
+        if (!is_elected_lane()) continue;
         full->arrive_and_expect(kStageBytes);
         load_a(a, stage, full, row, k);
         load_b(b, stage + kABytes, full, tile.column * kTileColumns, k, rank);
@@ -160,42 +164,22 @@ struct HopperGemm {
 
   // --- Consumers: a warpgroup
 
-  // kSumsRows: also the sums of a's rows.
+  // The sums of the warpgroup's `tile`-th tile (0, 1, ...). kSumsRows: also the sums of a's rows.
   template <bool kSumsRows>
-  static __device__ __forceinline__ void multiply(const GemmShared<HopperGemm>& shared,
+  static __device__ __forceinline__ void multiply(const GemmShared<HopperGemm>& shared, int tile,
                                                   int k_blocks, int warpgroup, Position* at,
                                                   Sums* sums) {
     Stages* const stages = shared.stages();
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    const int first_row = kInTurns ? 0 : warpgroup * kRows;
-    auto release = [&](int stage) {
-      if (lane < kCluster) stages->empty[stage].arrive_at(lane);
-    };
-    int previous = 0;
-    for (int block = 0; block < k_blocks; ++block, at->advance()) {
-      const unsigned char* const stage = shared.tiles() + at->stage * kStageBytes;
-      stages->full[at->stage].wait(at->parity);
-      if constexpr (kScale == GemmScale::kNone) {
-        start_products(stage, first_row, block > 0, sums);
-        if (block > 0) {
-          wgmma_wait<1>();  // for all but those
-          release(previous);
-        }
-        previous = at->stage;
-      } else {
-        GemmFragments fragments[kHalves];
-#pragma unroll
-        for (int h = 0; h < kHalves; ++h)
-          load_scaled(stage, first_row + h * kWgmmaRows, &fragments[h]);
-        start_products<kSumsRows>(stage, fragments, shared.ones(), block > 0, sums);
-        // The fragments are read until then; meanwhile the other warpgroup prepares its own.
-        wgmma_wait<0>();
-        release(at->stage);
-      }
+    // Which round of a stage is over can only be told from the round before: a warpgroup that skips
+    // tiles has to know that the other one has seen all of its tile arrive.
+    if constexpr (kInTurns) stages->turn[warpgroup].wait((tile & 1) ^ (warpgroup == 0 ? 1 : 0));
+    if constexpr (kScale == GemmScale::kNone) {
+      multiply_direct(shared, k_blocks, warpgroup, at, sums);
+    } else {
+      static_assert(!kInTurns);
+      multiply_scaled<kSumsRows>(shared, k_blocks, warpgroup, at, sums);
     }
-    wgmma_wait<0>();
     pin<kSumsRows>(sums);
-    if constexpr (kScale == GemmScale::kNone) release(previous);
   }
 
   // --- Tiles: clusters take them in turns
@@ -204,6 +188,63 @@ struct HopperGemm {
   static __device__ __forceinline__ int64_t tile_step() { return gridDim.x / kCluster; }
 
  private:
+  static __device__ __forceinline__ void release(Stages* stages, int stage) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    if (lane < kCluster) stages->empty[stage].arrive_at(lane);
+  }
+
+  static __device__ __forceinline__ void multiply_direct(const GemmShared<HopperGemm>& shared,
+                                                         int k_blocks, int warpgroup, Position* at,
+                                                         Sums* sums) {
+    Stages* const stages = shared.stages();
+    const int first_row = kInTurns ? 0 : warpgroup * kRows;
+    int previous = 0;
+    for (int block = 0; block < k_blocks; ++block, at->advance()) {
+      stages->full[at->stage].wait(at->parity);
+      start_products(shared.tiles() + at->stage * kStageBytes, first_row, block > 0, sums);
+      if (block > 0) {
+        wgmma_wait<1>();  // for all but those
+        release(stages, previous);
+      }
+      previous = at->stage;
+    }
+    if (kInTurns && threadIdx.x % kWarpSize == 0) stages->turn[warpgroup ^ 1].arrive();
+    wgmma_wait<0>();
+    release(stages, previous);
+  }
+
+  // While products run, the next fragments are prepared.
+  template <bool kSumsRows>
+  static __device__ __forceinline__ void multiply_scaled(const GemmShared<HopperGemm>& shared,
+                                                         int k_blocks, int warpgroup, Position* at,
+                                                         Sums* sums) {
+    Stages* const stages = shared.stages();
+    const int first_row = warpgroup * kRows;
+    auto prepare = [&](const Position& position, GemmFragments(&fragments)[kHalves]) {
+      stages->full[position.stage].wait(position.parity);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        load_scaled(shared.tiles() + position.stage * kStageBytes, first_row + h * kWgmmaRows,
+                    &fragments[h]);
+      }
+    };
+    GemmFragments fragments[kHalves], next[kHalves];
+    prepare(*at, fragments);
+    for (int block = 0; block < k_blocks; ++block) {
+      const int stage = at->stage;
+      start_products<kSumsRows>(shared.tiles() + stage * kStageBytes, fragments, shared.ones(),
+                                block > 0, sums);
+      at->advance();
+      if (block + 1 < k_blocks) prepare(*at, next);
+      // What has been read here the copy engine will overwrite.
+      fence_shared_for_copies();
+      wgmma_wait<0>();
+      release(stages, stage);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) fragments[h] = next[h];
+    }
+  }
+
   template <bool kSumsRows>
   static __device__ __forceinline__ void pin(Sums* sums) {
 #pragma unroll
@@ -329,7 +370,8 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
                                          const typename Epilogue::Params& params) {
   const GemmShared<Gemm> shared;
   typename Gemm::Stages* const stages = shared.stages();
-  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup - 1;  // -1: the producer
+  // -1: the producer. (By a shuffle, so that the compiler knows it to be the same for the warp.)
+  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0) - 1;
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&a);
     prefetch_tensor_map(&b);
@@ -337,6 +379,7 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
       stages->full[s].init(1);
       stages->empty[s].init(Gemm::kReaders);
     }
+    for (Mbarrier& turn : stages->turn) turn.init(kWarpgroup / kWarpSize);
     Mbarrier::fence_init();
   }
   if (Epilogue::kSumsRows && warpgroup < 0) {
@@ -351,14 +394,14 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
   wait_for_previous_kernel();
   if (warpgroup < 0) {
     give_registers<40>();
-    if (threadIdx.x == 0) Gemm::load(a, b, scale, shared.tiles(), stages, tiling);
+    if (threadIdx.x / kWarpSize == 0) Gemm::load(a, b, scale, shared.tiles(), stages, tiling);
     __syncwarp();  // the barrier below is one of whole warps
   } else {
     take_registers<232>();
     typename Gemm::Position at;
     Epilogue epilogue(params, warpgroup, shared);
     const unsigned rank = Gemm::kClusterBlocks == 1 ? 0 : cluster_rank();
-    int turn = 0;
+    int turn = 0, own_tiles = 0;
     for (int64_t index = Gemm::first_tile(); index < tiling.count(); index += Gemm::tile_step()) {
       const GemmTile tile = tiling.at(index);
       const int k_blocks = tiling.first_block(tile.split + 1) - tiling.first_block(tile.split);
@@ -372,11 +415,12 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
       const int column = tile.column * Gemm::kTileColumns;
       typename Gemm::Sums sums;
       epilogue.prepare(column);
+      const int own_tile = own_tiles++;
       if (Epilogue::kSumsRows && column == 0) {
-        Gemm::template multiply<true>(shared, k_blocks, warpgroup, &at, &sums);
+        Gemm::template multiply<true>(shared, own_tile, k_blocks, warpgroup, &at, &sums);
         epilogue.store_row_sums(sums, row, tile.split);
       } else {
-        Gemm::template multiply<false>(shared, k_blocks, warpgroup, &at, &sums);
+        Gemm::template multiply<false>(shared, own_tile, k_blocks, warpgroup, &at, &sums);
       }
       epilogue.finish(&sums, row, column, tile.split);
     }

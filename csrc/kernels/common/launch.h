@@ -63,9 +63,6 @@ cudaError_t describe_device(void (*kernel)(Params...), DeviceTraits* traits) {
   status = cudaFuncGetAttributes(&attributes, kernel);
   traits->dependent_launch = status == cudaSuccess && attributes.ptxVersion >= 90;
   traits->clusters = traits->dependent_launch;
-  int major = 0;
-  status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  traits->wgmma = status == cudaSuccess && major == 9 && attributes.binaryVersion == 90;
   return status;
 }
 

@@ -225,6 +225,21 @@ __device__ __forceinline__ void wgmma(float (&sums)[kN / 2], const uint32_t (&a)
 #undef FUSEDCUDA_WGMMA_OF
 #endif
 
+// True for one lane of the warp; all of them ask.
+__device__ __forceinline__ bool is_elected_lane() {
+#ifdef FUSEDCUDA_EMULATION
+  return ::emulation::lane() == 0;
+#else
+  uint32_t elected;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(elected));
+  return elected != 0;
+#endif
+}
+
 // Gives registers of this warpgroup's threads back, or takes some of those that others gave.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {

@@ -240,6 +240,8 @@ enum cudaError_t {
 };
 using cudaStream_t = void*;
 
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
@@ -258,11 +260,12 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 
 struct cudaFuncAttributes {
-  int ptxVersion, binaryVersion;
+  int ptxVersion, numRegs;
 };
 template <typename... Params>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Params...)) {
-  attributes->ptxVersion = attributes->binaryVersion = 90;
+  attributes->ptxVersion = 90;
+  attributes->numRegs = 168;
   return cudaSuccess;
 }
 
