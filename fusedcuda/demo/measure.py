@@ -166,7 +166,7 @@ class _OperationCounter(TorchDispatchMode):
 
 
 # Operations that touch no element, beside those whose schema says that they return a view.
-_NO_WORK = ("empty", "_unsafe_view", "_sparse_coo_tensor", "_indices", "_values")
+_NO_WORK = ("empty", "new_empty", "_unsafe_view", "_sparse_coo_tensor", "_indices", "_values")
 
 
 def computes(func: torch._ops.OpOverload) -> bool:
@@ -174,9 +174,12 @@ def computes(func: torch._ops.OpOverload) -> bool:
     namespace, name = func._schema.name.split("::")
     results = func._schema.returns
     makes_tensors = any("Tensor" in str(result.type) for result in results)
+    # Those on a list of tensors in place (_foreach_add_) return nothing.
+    writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
     is_view = any(result.alias_info and not result.alias_info.is_write for result in results)
     is_ours = namespace in ("aten", "fusedcuda")  # not the profiler's marks, for instance
-    return is_ours and makes_tensors and not is_view and not name.startswith(_NO_WORK)
+    works = (makes_tensors or writes) and not is_view
+    return is_ours and works and not name.startswith(_NO_WORK)
 
 
 def count_operations(run: Callable[[], object]) -> int:
