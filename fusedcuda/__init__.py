@@ -10,6 +10,7 @@ from ._tune import tune
 from ._version import __version__
 from .doctor import doctor
 from .ops.cross_entropy import cross_entropy
+from .ops.dlrm import dot_interaction, linear_sigmoid_bce
 from .ops.linear_act import linear_act, linear_act_fp8, linear_residual, mlp
 from .ops.norm import layer_norm, rms_norm
 from .ops.pointwise import (
@@ -35,6 +36,7 @@ __all__ = [
     "bias_act",
     "cross_entropy",
     "doctor",
+    "dot_interaction",
     "explain",
     "jit",
     "kernel_source",
@@ -42,6 +44,7 @@ __all__ = [
     "linear_act",
     "linear_act_fp8",
     "linear_residual",
+    "linear_sigmoid_bce",
     "load",
     "log_softmax",
     "mlp",

@@ -6,7 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from . import _explain_linear_act, _explain_pointwise, _explain_rope, _explain_rows
+from . import (
+    _explain_dlrm,
+    _explain_linear_act,
+    _explain_pointwise,
+    _explain_rope,
+    _explain_rows,
+)
 from ._explanation import Explainers, Explanation
 
 _EXPLAINERS: Explainers = {
@@ -14,6 +20,7 @@ _EXPLAINERS: Explainers = {
     **_explain_rows.EXPLAINERS,
     **_explain_rope.EXPLAINERS,
     **_explain_linear_act.EXPLAINERS,
+    **_explain_dlrm.EXPLAINERS,
 }
 
 

@@ -36,6 +36,10 @@ class Explanation:
       ``totals_cluster`` and ``totals_first`` of the sum over the rows, backward ``tiles`` of a row.
     - rope: ``path`` is "vector", "scalar" or "empty". ``threads``, ``columns``, ``heads``,
       ``heads_per_block``, ``tile``, ``inside`` ("heads" or "positions").
+    - dlrm: ``path`` of an interaction is "tensor_cores", "threads" or "empty"; ``row_vec`` is the
+      ``vec`` of its output row or incoming gradient. ``tiles`` of 16 vectors, ``threads``,
+      ``shared_bytes``, ``vectors``, ``columns``, ``width``. Of a head it is "vector" or "scalar";
+      ``rows``, ``columns``, ``threads``, ``column_tiles``, ``workspace`` in elements.
     - linear_act: one launch an operator: ``op``, ``m``, ``n``, ``k``, ``batch``, and ``steps``, of
       which there are none if there is nothing to do. A step has ``kernel``, ``what`` it makes,
       ``fused`` (with something else), or else ``why`` not, and of a product of cuBLASLt, where they

@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # bench is not part of the inst
 from scripted_backend import ScriptedBackend, by_name
 
 from bench import bench_cross_entropy as cross_entropy
+from bench import bench_dlrm as dlrm
 from bench import bench_norm as norm
 from bench import bench_pointwise as pointwise
 from bench import bench_rope as rope
@@ -76,17 +77,28 @@ LOSSES = [
     ),
     cross_entropy.in_place((6, 40)),
 ]
+DLRM = [
+    case
+    for mode in MODES
+    for case in (
+        dlrm.dot_interaction(6, 16, mode),
+        dlrm.dot_interaction(6, 24, mode, count=5),
+        dlrm.linear_sigmoid_bce(40, 24, mode),
+    )
+]
 MODULES = {"pointwise": pointwise, "norm": norm, "softmax": softmax,
-           "cross_entropy": cross_entropy, "rope": rope}  # fmt: skip
+           "cross_entropy": cross_entropy, "rope": rope, "dlrm": dlrm}  # fmt: skip
 HOST = [
     case
-    for module in (norm, softmax, cross_entropy, rope)
+    for module in (norm, softmax, cross_entropy, rope, dlrm)
     for case in module.build_cases()
     if case.host_only
 ]
 
 
-@pytest.mark.parametrize("case", POINTWISE + BOTH + ROWS + LOSSES + HOST, ids=lambda c: c.label)
+@pytest.mark.parametrize(
+    "case", POINTWISE + BOTH + ROWS + LOSSES + DLRM + HOST, ids=lambda c: c.label
+)
 def test_cases_agree_with_their_reference(case):
     here = ("fusedcuda", "eager", "native", ALIGNED)
     providers = {name: p for name, p in case.providers.items() if name in here}
@@ -152,6 +164,12 @@ def test_other_bytes_of_rows():
     assert cross_entropy.cross_entropy((8, 16), "forward").traffic.bytes == 2 * 128
     heads = (3 + 2) * 2 * 5 * 8
     assert rope.rope("bshd", "backward", **SMALL_ROPE).traffic.bytes == 4 * heads + 2 * 2 * 5 * 8
+    vectors, row = 2 * 6 * 27 * 16, 2 * 6 * 368
+    assert dlrm.dot_interaction(6, 16, "forward").traffic.bytes == vectors + row
+    assert dlrm.dot_interaction(6, 16, "backward").traffic.bytes == 2 * vectors + row
+    x, weight = 2 * 40 * 24, 2 * 24
+    assert dlrm.linear_sigmoid_bce(40, 24, "forward").traffic.bytes == x + weight + 3 * 4 * 40
+    assert dlrm.linear_sigmoid_bce(40, 24, "backward").traffic.bytes == 2 * (x + weight) + 4 * 40
 
 
 # -- inputs ---------------------------------------------------------------------------------------
@@ -247,11 +265,11 @@ def test_a_replacement_that_does_not_occur_is_an_error(tmp_path):
     assert (source / "a.cu").read_text() == "kTile = 32;"
 
 
-@pytest.mark.parametrize("family", ["norm", "softmax", "cross_entropy", "rope"])
+@pytest.mark.parametrize("family", ["norm", "softmax", "cross_entropy", "rope", "dlrm"])
 def test_the_calls_that_are_tuned_are_accepted(family, monkeypatch):
     module = import_module(f"bench.tuning.{family}_cases")
     small = {"ROW_ELEMENTS": 2**15, "ROW_LENGTHS": (8, 1024, 5000), "POSITIONS": 3,
-             "SHAPES": [(3, 10), (2, 7)]}  # fmt: skip
+             "SHAPES": [(3, 10), (2, 7)], "BATCH": 5}  # fmt: skip
     for name, value in small.items():
         if hasattr(module, name):
             monkeypatch.setattr(module, name, value)

@@ -214,6 +214,43 @@ def test_rope(dim, dtype):
     check_rope(new(2, 5, length, dim + 1, dtype=dtype)[..., 1:], k, cos, sin)  # off the boundary
 
 
+# ---- DLRM ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("shape", [(27, 128), (27, 16), (5, 13), (40, 72), (64, 256)], ids=str)
+def test_dot_interaction(shape, dtype):
+    """More samples than the GPU has warps for, of vectors that end inside tiles."""
+    count, columns = shape
+    batch = 5001 if columns == 16 else 37
+    dense, embeddings = (
+        new(batch, columns, dtype=dtype),
+        new(batch, count - 1, columns, dtype=dtype),
+    )
+    check(fusedcuda.dot_interaction, dense / 8, embeddings / 8)
+    check(lambda d, e: fusedcuda.dot_interaction(d, e, order="triu", pad=1), dense, embeddings / 8)
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("columns", [256, 13, 5000])
+def test_linear_sigmoid_bce(columns, dtype):
+    x, weight, bias = (
+        new(1001, columns, dtype=dtype),
+        new(1, columns, dtype=dtype),
+        new(1, dtype=dtype),
+    )
+    target = torch.linspace(0, 1, 1001, device="cuda")
+    for reduction in ("mean", "sum", "none"):
+
+        def loss(x: Tensor, w: Tensor, b: Tensor, reduction: str = reduction) -> Tensor:
+            there = target.to(x.device)
+            return fusedcuda.linear_sigmoid_bce(x, w / 64, b, there, reduction=reduction)
+
+        check(loss, x, weight, bias)
+
+
 # ---- Linear layers -------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ inline DotConfig choose_dot_config(const DotVectors& p, bool is_backward, const 
   const int tiles = is_backward ? layout.backward_tiles() : layout.forward_tiles();
   config.threads = std::min<int>(ceil_div(tiles, kWarpSize) * kWarpSize, kDotThreads);
   config.shared_bytes = elements * itemsize;
-  config.blocks = std::min<int64_t>(p.batch, (int64_t{1} << 31) - 1);
+  config.blocks = std::min<int64_t>(p.batch, int64_t{kDotBlocksOfSm} * device.num_sms);
   return config;
 }
 

@@ -23,14 +23,14 @@ __device__ __forceinline__ int product_index(const DotVectors& p, int i, int j) 
 }
 
 // Copies a row between shared and global memory, with `threads` threads. `aligned`: it consists of
-// whole, aligned pieces of 16 bytes.
+// whole, aligned pieces of 16 bytes. (As uint4: four floats would be stored one by one.)
 template <typename T>
 __device__ __forceinline__ void copy_row(const T* from, T* to, int count, bool aligned, int thread,
                                          int threads) {
   constexpr int kVec = kVectorBytes / sizeof(T);
   if (aligned) {
     for (int i = thread * kVec; i < count; i += threads * kVec)
-      store_vector<T, kVec>(to + i, load_vector<T, kVec>(from + i));
+      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
   } else {
     for (int i = thread; i < count; i += threads) to[i] = from[i];
   }
@@ -116,9 +116,8 @@ __device__ __forceinline__ int lane_again(int lane) {
 template <typename T>
 __device__ __forceinline__ void fill_with_zeros(T* memory, int elements, int lane) {
   constexpr int kVec = kVectorBytes / sizeof(T);
-  const Vector<uint32_t, 4> zeros = {};
   for (int i = lane * kVec; i < elements; i += kWarpSize * kVec)
-    store_vector<uint32_t, 4>(reinterpret_cast<uint32_t*>(memory + i), zeros);
+    *reinterpret_cast<uint4*>(memory + i) = uint4{};
   __syncwarp();
 }
 
@@ -161,6 +160,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarpSize,
     float sums[kTiles][2 * kTiles][4] = {};
     // Rows of V are rows of the left factor and columns of the right one: the same registers.
     const T* fragments = vectors + lane % 16 * pitch + lane / 16 * 8;
+#pragma unroll 4
     for (int column = 0; column < p.columns; column += 16) {
       uint32_t v[kTiles][4];
 #pragma unroll
@@ -215,6 +215,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarpSize,
     const T* from = static_cast<const T*>(p.grad) + sample * p.grad_stride;
     T* to = vectors + layout.vectors;
     if (aligned_row) {
+#pragma unroll 2
       for (int i = lane * 8; i < given; i += kWarpSize * 8) copy_async_16(to + i, from + i);
     } else {
       copy_row(from, to, given, false, lane, kWarpSize);

@@ -58,8 +58,10 @@ struct DotLayout {
 // --- Interaction by threads
 
 constexpr int kDotThreads = 256;  // the most in a block
-constexpr int kDotChunk = 64;     // columns of all vectors that are in shared memory at a time
-constexpr int kDotSide = 4;       // products that a thread makes are those of 4 x 4 vectors
+// Blocks beyond which each takes several samples: a hundred waves, so that they end together.
+constexpr int kDotBlocksOfSm = 1024;
+constexpr int kDotChunk = 64;  // columns of all vectors that are in shared memory at a time
+constexpr int kDotSide = 4;    // products that a thread makes are those of 4 x 4 vectors
 
 // In elements, of one block.
 struct DotChunkLayout {
@@ -88,8 +90,8 @@ struct DotChunkLayout {
 // --- Head
 
 constexpr int kBceThreads = 256;
-constexpr int kBceBlocksOfSm = 4;
-// Rows whose loads a warp (in the backward, a thread) has in flight: of 16 bytes a thread, 64 KB an
+constexpr int kBceBlocksOfSm = 3;  // what 80 registers a thread leave room for
+// Rows whose loads a warp (in the backward, a thread) has in flight: of 16 bytes a thread, 48 KB an
 // SM together.
 constexpr int kBceRows = 4;
 

@@ -23,6 +23,7 @@ class Kernel:
     stack_bytes: int = 0
     loads_128: int = 0  # LDG, and LDGSTS, which copies to shared memory
     stores_128: int = 0
+    products: int = 0  # of 16-bit types on tensor cores: HMMA, HGMMA
     local_accesses: int = 0  # LDL and STL: spills, or arrays that did not fit registers
 
     @property
@@ -44,6 +45,7 @@ def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
             kernel = found[mangled.strip()]
             kernel.loads_128 += len(re.findall(r"\bLDG(?:STS)?\.E(?:\.\w+)*\.128\b", code))
             kernel.stores_128 += len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code))
+            kernel.products += len(re.findall(r"\bH(?:G)?MMA\b", code))
             kernel.local_accesses += len(re.findall(r"\b(?:LDL|STL)\b", code))
     names = subprocess.run(
         ["c++filt", "-p"], input="\n".join(found), capture_output=True, text=True, check=True
@@ -76,9 +78,9 @@ def find_cuobjdump() -> str:
 
 def table(rows: list[Kernel]) -> str:
     """One line for each kernel."""
-    head = f"{'regs':>4} {'stack':>5} {'LD.128':>7} {'ST.128':>7} {'LDL/STL':>7}  kernel"
+    head = f"{'regs':>4} {'stack':>5} {'LD.128':>7} {'ST.128':>7} {'MMA':>5} {'LDL/STL':>7}  kernel"
     lines = [
-        f"{k.registers:4} {k.stack_bytes:5} {k.loads_128:7} {k.stores_128:7} "
+        f"{k.registers:4} {k.stack_bytes:5} {k.loads_128:7} {k.stores_128:7} {k.products:5} "
         f"{k.local_accesses:7}  {k.name}"
         for k in rows
     ]

@@ -26,22 +26,40 @@ VECTOR_KERNELS = {
     "cross_entropy_stream_kernel",
     "cross_entropy_bwd_kernel",
     "rope_kernel",
+    "dot_interaction_kernel",
+    "dot_interaction_bwd_kernel",
+    "dot_interaction_threads_kernel",
+    "dot_interaction_bwd_threads_kernel",
+    "linear_sigmoid_bce_kernel",
+    "linear_sigmoid_bce_bwd_kernel",
 }
 
 
+def arguments_of(kernel: sass.Kernel) -> list[str]:
+    """The template arguments."""
+    return kernel.name.split("<")[-1].rstrip(">").split(", ")
+
+
 def is_scalar(kernel: sass.Kernel) -> bool:
-    """The scalar path (kVec = 1), which all of float64 takes."""
+    """The scalar path (kVec = 1), which all of float64 takes.
+
+    The last template argument of dlrm's kernels says whether there are whole vectors.
+    """
+    is_dlrm = kernel.function.startswith(("dot_interaction", "linear_sigmoid_bce"))
+    if is_dlrm and arguments_of(kernel)[-1] == "false":
+        return True
     return kernel.name.endswith(", 1>") or "double" in kernel.name
 
 
 def stores_words(kernel: sass.Kernel) -> bool:
     """Unaligned rows that stream: loaded 16 bytes at once, stored as words, a line a warp.
 
-    The third template argument of these kernels says whether the rows are aligned.
+    The third template argument of these kernels says whether the rows are aligned. And the head of
+    a DLRM, which writes numbers of a row.
     """
-    arguments = kernel.name.split("<")[-1].split(", ")
     streams = kernel.function in ("norm_pipeline_kernel", "norm_bwd_kernel")
-    return streams and arguments[2] == "false"
+    is_head = kernel.function == "linear_sigmoid_bce_kernel"
+    return is_head or (streams and arguments_of(kernel)[2] == "false")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +80,14 @@ def test_vector_kernels_load_and_store_16_bytes_at_once(kernels) -> None:
         and not (kernel.loads_128 and (kernel.stores_128 or stores_words(kernel)))
     ]
     assert not narrow, "\n" + sass.table(narrow)
+
+
+def test_the_interaction_multiplies_on_tensor_cores(kernels) -> None:
+    names = ("dot_interaction_kernel", "dot_interaction_bwd_kernel")
+    interactions = [kernel for kernel in kernels if kernel.function in names]
+    assert len(interactions) == 2 * 2 * 2 * 2  # forward, backward; types; tiles; alignment
+    without = [kernel for kernel in interactions if not kernel.products]
+    assert not without, "\n" + sass.table(without)
 
 
 def test_no_kernel_uses_local_memory(kernels) -> None:

@@ -130,6 +130,13 @@ def test_samples_of_a_warp(dlrm, num_sms, batch) -> None:
         assert dlrm.call.blocks == batch
 
 
+def test_samples_of_a_block(dlrm) -> None:
+    """By threads: one or several."""
+    for dtype in (torch.float32, torch.float64):
+        check(dlrm, *vectors(1030, 3, 2, dtype))
+        assert dlrm.call.blocks == 1024
+
+
 @every_dtype
 def test_strides(dlrm, dtype) -> None:
     """Vectors apart, samples inside, a sample repeated; off the boundary, and rows off it."""
@@ -138,13 +145,12 @@ def test_strides(dlrm, dtype) -> None:
     stacked = small(4, 8, 16, dtype=dtype)
     for d, e in (
         (stacked[:, 0], stacked[:, 2:7]),
-        (dense, layouts.reversed_dimensions(embeddings.movedim(2, 0)).movedim(0, 2)),
+        (dense, embeddings.transpose(0, 1).contiguous().transpose(0, 1)),
         (dense[:1].expand(4, 16), embeddings[:1].expand(4, 5, 16)),
         (dense, embeddings[:, :1].expand(4, 5, 16)),
     ):
-        if e.stride(-1) == 1:
-            check(dlrm, d, e)
-            assert dlrm.call.aligned
+        check(dlrm, d, e)
+        assert dlrm.call.aligned
     for d, e in (
         (layouts.shifted(dense, 1), embeddings),
         (dense, layouts.shifted(embeddings, 1)),
@@ -164,18 +170,19 @@ def test_strides(dlrm, dtype) -> None:
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @every_dtype
 def test_what_is_not_finite_stays_in_its_sample(dlrm, dtype, value) -> None:
-    dense, embeddings = vectors(12, 5, 24, dtype)
+    # So many that a warp comes back to the stage in which it had the sample.
+    dense, embeddings = vectors(50, 20, 96, dtype)
     embeddings[3, 2, 7] = value
     width = width_of(dense, embeddings)
     output = dlrm.dot_interaction(dense, embeddings, False, width)
     expected = ops.dot_interaction(in_double(dense), in_double(embeddings), False, width)
     torch.testing.assert_close(output, expected.to(dtype), rtol=0, atol=0, equal_nan=True)
-    grad = torch.ones(12, width, dtype=dtype)
-    grad[8, 24] = value  # of the product of the dense vector and the next
+    grad = torch.ones(50, width, dtype=dtype)
+    grad[8, 96] = value  # of the product of the dense vector and the next
     gradients = dlrm.dot_interaction_backward(grad, dense, embeddings, False)
     for gradient in gradients:
         is_finite = gradient.isfinite().flatten(1).all(1)
-        assert is_finite.tolist() == [sample not in (3, 8) for sample in range(12)]
+        assert is_finite.tolist() == [sample not in (3, 8) for sample in range(50)]
 
 
 @every_dtype

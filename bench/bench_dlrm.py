@@ -1,0 +1,179 @@
+"""dlrm family: `python -m bench.bench_dlrm [--quick] [--filter REGEX] [--out DIR]`.
+
+Interactions are batch x vectors x elements of the published models: 27 vectors of 16 (kaggle), 64
+(terabyte) and 128 (MLPerf) elements. The head is batch x inputs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from bench import cases, harness, plots
+from bench.cases import (
+    MODES,
+    Case,
+    Target,
+    Tensors,
+    Traffic,
+    faster,
+    for_mode,
+    fusedcuda_op,
+    host_cases,
+    random,
+    torch_providers,
+    traffic,
+    triton_op,
+)
+
+BF16 = torch.bfloat16
+BYTES_OF_FLOAT32 = 4
+
+TARGETS: dict[str, tuple[Target, ...]] = {
+    "dot_interaction 65536x27x128 bf16 forward": (faster("best", 1.0), faster("compile", 1.3)),
+    "dot_interaction 65536x27x128 bf16 backward": (faster("best", 1.0), faster("compile", 1.3)),
+    "dot_interaction 65536x27x16 bf16 forward": (faster("best", 1.0), faster("compile", 1.3)),
+    "linear_sigmoid_bce 65536x256 bf16 forward": (faster("best", 1.0),),
+    "linear_sigmoid_bce 65536x256 bf16 backward": (faster("best", 1.0),),
+}
+
+new_case = partial(cases.new_case, targets=TARGETS)
+
+
+# -- interaction ----------------------------------------------------------------------------------
+
+
+def width_of(count: int, columns: int) -> int:
+    """Of an output row: a multiple of 8."""
+    return -(-(columns + count * (count - 1) // 2) // 8) * 8
+
+
+@cache
+def pairs(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    i, j = torch.tril_indices(count, count, -1, device=device)
+    return i, j
+
+
+def eager_interaction(dense: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+    """As NVIDIA's DLRM has it without its own kernel, the indices made once."""
+    vectors = torch.cat([dense.unsqueeze(1), embeddings], dim=1)
+    count, columns = vectors.shape[1:]
+    i, j = pairs(count, dense.device)
+    products = torch.bmm(vectors, vectors.transpose(1, 2))[:, i, j]
+    used = columns + count * (count - 1) // 2
+    padding = dense.new_zeros(dense.shape[0], width_of(count, columns) - used)
+    return torch.cat([dense, products, padding], dim=1)
+
+
+def interaction_traffic(batch: int, count: int, columns: int, mode: str) -> Traffic:
+    vectors = [(batch, columns), (batch, count - 1, columns)]
+    row = [(batch, width_of(count, columns))]
+    return for_mode(
+        mode,
+        forward=traffic(BF16, read=vectors, write=row),
+        backward=traffic(BF16, read=[*vectors, *row], write=vectors),
+    )
+
+
+def interaction_inputs(batch: int, count: int, columns: int) -> Callable[..., Tensors]:
+    return random([(batch, columns), (batch, count - 1, columns)], BF16)
+
+
+def dot_interaction(batch: int, columns: int, mode: str, count: int = 27) -> Case:
+    return new_case(
+        "dot_interaction", "", (batch, count, columns), BF16, mode=mode,
+        traffic=interaction_traffic(batch, count, columns, mode),
+        make_inputs=interaction_inputs(batch, count, columns),
+        reference=eager_interaction,
+        providers={
+            "fusedcuda": fusedcuda_op("dot_interaction"), **torch_providers(eager_interaction),
+            "triton": triton_op("dlrm", "dot_interaction"),
+        },
+    )  # fmt: skip
+
+
+# -- head -----------------------------------------------------------------------------------------
+
+
+def eager_head(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    logits = F.linear(x, weight, bias).squeeze(-1)
+    # The loss in float32, as under autocast (in float64 where the result is checked).
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return F.binary_cross_entropy_with_logits(logits.to(dtype), target.to(dtype))
+
+
+def head_inputs(batch: int, columns: int) -> Callable[[torch.Generator], Tensors]:
+    draw = random([(batch, columns), (1, columns), (1,)], BF16)
+
+    def labelled(generator: torch.Generator) -> Tensors:
+        x, weight, bias = draw(generator)
+        target = torch.rand(batch, generator=generator, device=generator.device) < 0.3
+        return x, weight.mul_(columns**-0.5), bias, target.float()
+
+    return labelled
+
+
+def head_traffic(batch: int, columns: int, mode: str) -> Traffic:
+    """Beside x and weight: targets, logits and their gradients, in float32."""
+    values = BYTES_OF_FLOAT32 // BF16.itemsize
+    a_row = (batch, values)
+    x, weight = (batch, columns), (columns,)
+    return for_mode(
+        mode,
+        forward=traffic(BF16, read=[x, weight, a_row], write=[a_row, a_row]),
+        backward=traffic(BF16, read=[x, weight, a_row], write=[x, weight]),
+    )
+
+
+def linear_sigmoid_bce(batch: int, columns: int, mode: str) -> Case:
+    triton = {"triton": triton_op("dlrm", "linear_sigmoid_bce")} if mode == "forward" else {}
+    return new_case(
+        "linear_sigmoid_bce", "", (batch, columns), BF16, mode=mode,
+        traffic=head_traffic(batch, columns, mode),
+        make_inputs=head_inputs(batch, columns),
+        reference=eager_head,
+        providers={
+            "fusedcuda": fusedcuda_op("linear_sigmoid_bce"), **torch_providers(eager_head),
+            **triton,
+        },
+        constants=1,
+    )  # fmt: skip
+
+
+# -- the list -------------------------------------------------------------------------------------
+
+
+def build_cases() -> list[Case]:
+    small = (128, 27, 16)
+    return [
+        *(dot_interaction(65536, 128, mode) for mode in MODES),
+        *(dot_interaction(65536, 16, mode) for mode in MODES),
+        *(linear_sigmoid_bce(65536, 256, mode) for mode in MODES),
+        *host_cases(
+            "dot_interaction", small, interaction_traffic(*small, "forward"),
+            interaction_inputs(*small), eager_interaction,
+        ),
+        *host_cases(
+            "linear_sigmoid_bce", (128, 256), head_traffic(128, 256, "forward"),
+            head_inputs(128, 256), eager_head, constants=1,
+        ),
+        *(dot_interaction(65536, 64, mode) for mode in MODES),
+        *(dot_interaction(batch, 128, mode) for batch in (2048, 128) for mode in MODES),
+        *(dot_interaction(128, 16, mode) for mode in MODES),
+        *(dot_interaction(16384, 64, mode, count=64) for mode in MODES),
+        *(linear_sigmoid_bce(2048, 256, mode) for mode in MODES),
+    ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return harness.main("dlrm", build_cases(), partial(plots.draw, family="dlrm"), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

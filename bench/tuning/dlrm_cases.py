@@ -1,0 +1,50 @@
+"""Calls and variants of the dlrm kernels, for `python -m bench.tuning.variants dlrm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bench.tuning.inputs import new
+
+# name: {text in csrc: what takes its place}
+VARIANTS: dict[str, dict[str, str]] = {
+    "as committed": {},
+    "two stages": {"return tiles == kFewDotTiles ? 3 : 2;": "return 2;"},
+    "four stages": {
+        "return tiles == kFewDotTiles ? 3 : 2;": "return tiles == kFewDotTiles ? 4 : 2;"
+    },
+    "fewer registers": {"kFewTilesBlocks = 5;": "kFewTilesBlocks = 6;"},
+    "eight rows of the head": {"kBceRows = 4;": "kBceRows = 8;"},
+    "more blocks of the head": {"kBceBlocksOfSm = 3;": "kBceBlocksOfSm = 4;"},
+}
+BATCH = 65536
+
+
+def interactions(columns: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    raw = torch.ops.fusedcuda
+    width = -(-(columns + 351) // 8) * 8
+    dense, embeddings = new(BATCH, columns, dtype=dtype), new(BATCH, 26, columns, dtype=dtype)
+    grad = new(BATCH, width, dtype=dtype)
+    name = f"27x{columns} {dtype.itemsize * 8} bits"
+    return {
+        name: lambda: raw.dot_interaction(dense, embeddings, False, width),
+        f"{name} bwd": lambda: raw.dot_interaction_backward(grad, dense, embeddings, False),
+    }
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """The interactions of the published models, and MLPerf's head."""
+    raw = torch.ops.fusedcuda
+    x, weight, bias = new(BATCH, 256), new(1, 256), new(1)
+    values = new(BATCH, dtype=torch.float32)
+    target, one = values.sigmoid(), values.new_ones(())
+    return {
+        **interactions(128, torch.bfloat16),
+        **interactions(64, torch.bfloat16),
+        **interactions(16, torch.bfloat16),
+        **interactions(128, torch.float32),
+        "head": lambda: raw.linear_sigmoid_bce_forward(x, weight, bias, target, 1.0, 1),
+        "head bwd": lambda: raw.linear_sigmoid_bce_backward(one, x, weight, values, 7, 1),
+    }

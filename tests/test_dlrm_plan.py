@@ -1,0 +1,195 @@
+"""What the dlrm family would launch, by its plans; it needs the compiled family but no GPU."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from layouts import pitched, shifted, spread
+from torch import Tensor
+
+BF16 = torch.bfloat16
+H200_SMS = 132
+SHARED_OF_SM = 228 << 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(load_family):
+    load_family("dlrm")
+
+
+# ---- Interaction ---------------------------------------------------------------------------------
+
+
+def vectors(
+    count: int, columns: int, batch: int = 64, dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(batch, columns, dtype=dtype),
+        torch.empty(batch, count - 1, columns, dtype=dtype),
+    )
+
+
+def interaction(
+    dense: Tensor, embeddings: Tensor, pad: int = 8, backward: bool = False
+) -> dict[str, Any]:
+    count = embeddings.shape[1] + 1
+    width = -(-(dense.shape[1] + count * (count - 1) // 2) // pad) * pad
+    plan = torch.ops.fusedcuda.dot_interaction_plan
+    return json.loads(plan(dense, embeddings, False, width, backward, H200_SMS))
+
+
+both_ways = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+
+
+@both_ways
+def test_dtypes(backward):
+    for dtype, path, vec in (
+        (BF16, "tensor_cores", 8),
+        (torch.float16, "tensor_cores", 8),
+        (torch.float32, "threads", 4),
+        (torch.float64, "threads", 2),
+    ):
+        plan = interaction(*vectors(27, 128, dtype=dtype), backward=backward)
+        assert (plan["path"], plan["vec"], plan["row_vec"]) == (path, vec, vec)
+
+
+@both_ways
+def test_enough_is_on_its_way(backward):
+    """Of a large batch: more than the 30 KB an SM that hide the latency of memory."""
+    for columns, least in ((128, 40_000), (64, 40_000), (16, 20_000)):
+        plan = interaction(*vectors(27, columns, 65536), backward=backward)
+        assert plan["blocks"] % H200_SMS == 0
+        blocks_of_sm = plan["blocks"] // H200_SMS
+        assert blocks_of_sm * (plan["shared_bytes"] + 1024) <= SHARED_OF_SM
+        samples_on_their_way = blocks_of_sm * plan["threads"] // 32 * 2
+        assert samples_on_their_way * 27 * columns * 2 >= least
+
+
+@both_ways
+@pytest.mark.parametrize("count", [1, 2, 27, 32, 33, 64])
+@pytest.mark.parametrize("columns", [8, 16, 128, 256])
+def test_blocks_fit_any_gpu(columns, count, backward):
+    """99 KB of shared memory are what the smallest has; a sample is in one warp at a time."""
+    for batch in (1, 7, 131, 65536):
+        for dtype in (BF16, torch.float32, torch.float64):
+            plan = interaction(*vectors(count, columns, batch, dtype), backward=backward)
+            assert 32 <= plan["threads"] <= 256
+            assert plan["threads"] % 32 == 0
+            warps = plan["threads"] // 32
+            of_one = plan["shared_bytes"] // (warps if plan["path"] == "tensor_cores" else 1)
+            assert of_one <= 99 << 10
+            assert 1 <= plan["blocks"] <= batch
+
+
+def test_few_samples_are_spread_over_the_gpu():
+    for batch in (1, 128, 132, 264, 500):
+        plan = interaction(*vectors(27, 16, batch))
+        assert plan["blocks"] >= min(batch, H200_SMS)
+
+
+def test_whatever_is_not_aligned_goes_element_by_element():
+    dense, embeddings = vectors(9, 32)
+    assert interaction(dense, embeddings)["vec"] == 8
+    for change in (pitched, lambda x: shifted(x, 1)):
+        assert interaction(change(dense), embeddings)["vec"] == 1
+        assert interaction(dense, change(embeddings))["vec"] == 1
+    assert interaction(*vectors(9, 31))["vec"] == 1
+    assert interaction(dense, embeddings, pad=1)["row_vec"] == 1
+    assert interaction(dense, embeddings, pad=1)["vec"] == 8
+    # The stride of one sample, or of one vector, is never used.
+    one = torch.empty(1, 33, dtype=BF16)[:, :32]
+    assert interaction(one, torch.empty(1, 1, 33, dtype=BF16)[..., :32])["vec"] == 8
+    stacked = torch.empty(64, 12, 32, dtype=BF16)
+    assert interaction(stacked[:, 0], stacked[:, 3:])["vec"] == 8
+
+
+def test_copies():
+    dense, embeddings = vectors(9, 32)
+    assert interaction(dense, embeddings)["copies"] == []
+    assert interaction(spread(dense), embeddings)["copies"] == ["dense"]
+    assert interaction(dense, spread(embeddings))["copies"] == ["embeddings"]
+
+
+def test_no_samples():
+    assert interaction(*vectors(9, 32, 0))["path"] == "empty"
+
+
+# ---- Head ----------------------------------------------------------------------------------------
+
+
+def head(x: Tensor, weight: Tensor, mask: int = 0, reduction: int = 1) -> dict[str, Any]:
+    plan = torch.ops.fusedcuda.linear_sigmoid_bce_plan
+    return json.loads(plan(x, weight, reduction, mask, H200_SMS))
+
+
+def rows(batch: int, columns: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    return torch.empty(batch, columns, dtype=dtype), torch.empty(1, columns, dtype=dtype)
+
+
+@pytest.mark.parametrize("mask", [0, 7], ids=["forward", "backward"])
+def test_vectors_of_the_head(mask):
+    for dtype, path, vec in (
+        (BF16, "vector", 8),
+        (torch.float32, "vector", 4),
+        (torch.float64, "vector", 1),
+    ):
+        plan = head(*rows(100, 256, dtype), mask)
+        assert (plan["path"], plan["vec"]) == (path, vec)
+    x, weight = rows(100, 256)
+    for given, other in (
+        (shifted(x, 1), weight),
+        (pitched(x), weight),
+        (x, shifted(weight, 1)),
+        rows(100, 255),
+    ):
+        assert head(given, other, mask)["path"] == "scalar"
+
+
+@pytest.mark.parametrize("mask", [0, 7], ids=["forward", "backward"])
+@pytest.mark.parametrize("columns", [1, 8, 256, 1000, 5000])
+def test_blocks_of_the_head(columns, mask):
+    for batch in (0, 1, 33, 65536):
+        plan = head(*rows(batch, columns), mask)
+        assert 1 <= plan["blocks"] <= 3 * H200_SMS
+        assert plan["threads"] == 256
+
+
+def test_partial_sums():
+    x, weight = rows(65536, 256)
+    assert head(x, weight, reduction=0)["workspace"] == 0
+    forward = head(x, weight)
+    assert forward["workspace"] == forward["blocks"]
+    for mask, sums in ((1, 0), (2, 256), (4, 1), (7, 257)):
+        plan = head(x, weight, mask)
+        assert plan["workspace"] == sums * plan["blocks"]
+
+
+# ---- The binding's own checks --------------------------------------------------------------------
+
+
+def test_the_binding_names_what_is_wrong():
+    dense, embeddings = vectors(4, 8)
+    for name, given in (
+        ("dense", (dense.long(), embeddings)),
+        ("dense", (dense[None], embeddings)),
+        ("embeddings", (dense, embeddings.half())),
+        ("embeddings", (dense, embeddings[:3])),
+        ("embeddings", (dense, embeddings[..., :7])),
+        ("embeddings", (dense, embeddings.to("meta"))),
+        ("vectors", vectors(4, 257)),
+        ("there may be", vectors(65, 8)),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^dot_interaction: {name} "):
+            interaction(*given)
+    x, weight = rows(4, 8)
+    for name, given in (
+        ("x", (x.long(), weight)),
+        ("x", (x[:, :0], weight)),
+        ("weight", (x, weight.half())),
+        ("weight", (x, weight[:, :7])),
+        ("weight", (x, weight.view(8, 1))),
+        ("weight", (x, weight.to("meta"))),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^linear_sigmoid_bce: {name} "):
+            head(*given)
