@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from reference import need_gpu_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedcuda
@@ -83,13 +84,6 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
 @pytest.fixture
 def memory() -> Iterator[Callable[[float], None]]:
     """Skips where the card lacks the memory, and gives it back after the test."""
-
-    def need(gibibytes: float) -> None:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        if free < gibibytes * 2**30:
-            pytest.skip(f"needs {gibibytes} GiB of free GPU memory, found {free / 2**30:.1f}")
-
-    yield need
+    yield need_gpu_memory
     gc.collect()
     torch.cuda.empty_cache()

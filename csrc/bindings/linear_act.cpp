@@ -38,20 +38,20 @@ class Padding {
   void prepare(const LinearCall& call, const PlanSource& source, LinearForward* f) {
     const LinearLayer& layer = f->layer;
     f->padded_x = f->padded_weight = kSomewhere;
-    const bool takes = takes_hopper(*f, source);
-    const LinearActParams params = hopper_params(*f);
-    f->padded_x = room(call, layer, takes && params.a.data == kSomewhere, layer.m);
-    f->padded_weight = room(call, layer, takes && params.b.data == kSomewhere, layer.n);
+    LinearActParams params;
+    if (takes_hopper(*f, source)) params = hopper_params(*f);
+    f->padded_x = room(call, layer, params.a.data == kSomewhere, layer.m);
+    f->padded_weight = room(call, layer, params.b.data == kSomewhere, layer.n);
   }
 
   void prepare(const LinearCall& call, const PlanSource& source, LinearBackward* b) {
     const LinearLayer& layer = b->layer;
     b->padded_x = b->padded_weight = b->padded_dx = kSomewhere;
-    const bool takes = takes_hopper(*b, source);
-    const LinearActBwdParams params = hopper_params(*b);
-    b->padded_x = room(call, layer, takes && params.x.data == kSomewhere, layer.m);
-    b->padded_weight = room(call, layer, takes && params.weight.data == kSomewhere, layer.n);
-    b->padded_dx = room(call, layer, takes && params.dx.data == kSomewhere, layer.m);
+    LinearActBwdParams params;
+    if (takes_hopper(*b, source)) params = hopper_params(*b);
+    b->padded_x = room(call, layer, params.x.data == kSomewhere, layer.m);
+    b->padded_weight = room(call, layer, params.weight.data == kSomewhere, layer.n);
+    b->padded_dx = room(call, layer, params.dx.data == kSomewhere, layer.m);
   }
 
  private:

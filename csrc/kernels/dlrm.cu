@@ -77,15 +77,6 @@ cudaError_t interact_bwd(const DotBwdParams& p, const DotConfig& config, cudaStr
   }
 }
 
-// Adds up the partial sums that the blocks left.
-template <typename T>
-cudaError_t add_up(const SumPartialsParams& sums, unsigned count, bool dependent,
-                   cudaStream_t stream) {
-  const dim3 block(kWarpSize, kSumPartialsThreads / kWarpSize);
-  const dim3 grid(static_cast<unsigned>(ceil_div(sums.values[0], kWarpSize)), count);
-  return launch(sum_partials_kernel<T>, grid, block, dependent, stream, sums);
-}
-
 template <typename T>
 cudaError_t head(const BceParams& p, const BceConfig& config, void* workspace,
                  cudaStream_t stream) {
@@ -97,7 +88,7 @@ cudaError_t head(const BceParams& p, const BceConfig& config, void* workspace,
                                     config.dependent_launch, stream, p, static_cast<C*>(workspace));
   if (status != cudaSuccess || !p.reduced) return status;
   const SumPartialsParams sums = {{workspace}, {p.loss}, {1}, {config.blocks}};
-  return add_up<C>(sums, 1, config.dependent_launch, stream);
+  return launch_sum_partials<C>(sums, 1, kWarpSize, config.dependent_launch, stream);
 }
 
 template <typename T>
@@ -127,7 +118,7 @@ cudaError_t head_bwd(const BceBwdParams& p, const BceConfig& config, void* works
   const cudaError_t status = launch(kernel, grid, dim3(config.threads_x, config.threads_y),
                                     config.dependent_launch, stream, p, partials);
   if (status != cudaSuccess || count == 0) return status;
-  return add_up<T>(sums, count, config.dependent_launch, stream);
+  return launch_sum_partials<T>(sums, count, kWarpSize, config.dependent_launch, stream);
 }
 
 }  // namespace dlrm

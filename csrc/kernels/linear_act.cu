@@ -230,11 +230,8 @@ cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& conf
     sums.partials_per_value[i] = config.splits;
   }
   constexpr int kAlongValues = 256;
-  const dim3 grid(static_cast<unsigned>(ceil_div(values, kAlongValues)),
-                  p.dbias != nullptr ? 2 : 1);
-  const dim3 block(kAlongValues, kSumPartialsThreads / kAlongValues);
-  return launch(sum_partials_kernel<typename Gemm::Element, float>, grid, block, true, stream,
-                sums);
+  return launch_sum_partials<typename Gemm::Element, float>(sums, p.dbias != nullptr ? 2 : 1,
+                                                            kAlongValues, true, stream);
 }
 
 template <typename T, GemmScale kScale, bool kNarrow>

@@ -63,8 +63,7 @@ __device__ __forceinline__ void store_mask(const float (&values)[kCount], uint8_
                                            int64_t row_bytes, int row, int column, int rows,
                                            int columns) {
   static_assert(kCount == 2 * kChunkPairs);
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  const int quad_lane = thread % 4;
+  const int quad_lane = static_cast<int>(threadIdx.x) % 4;
   // Four bytes of the upper row, the next four, and the same of the lower row.
   uint32_t words[4] = {};
 #pragma unroll
@@ -84,7 +83,7 @@ __device__ __forceinline__ void store_mask(const float (&values)[kCount], uint8_
   const bool odd = quad_lane % 2 != 0;
   const uint32_t word =
       (odd ? kept[1] : kept[0]) | __shfl_xor_sync(0xffffffff, odd ? kept[0] : kept[1], 1);
-  const int at_row = row + thread / kWarpSize * 16 + thread % kWarpSize / 4 + quad_lane / 2 * 8;
+  const int at_row = row + wgmma_row_of_thread() + quad_lane / 2 * 8;
   const int at_column = column + quad_lane % 2 * 32;
   if (at_row < rows && at_column < columns)
     *reinterpret_cast<uint32_t*>(mask + at_row * row_bytes + at_column / 8) = word;
@@ -372,7 +371,7 @@ class PartialsEpilogue {
     for (int h = 0; h < Gemm::kHalves; ++h) {
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
-        const int at = row + row_of_thread() + h * kWgmmaRows + 8 * lower;
+        const int at = row + wgmma_row_of_thread() + h * kWgmmaRows + 8 * lower;
         if (at < params_.m)
           params_.row_sums[int64_t{split} * params_.m + at] = sums.of_rows[h][2 * lower];
       }
@@ -382,7 +381,7 @@ class PartialsEpilogue {
   __device__ __forceinline__ void finish(const typename Gemm::Sums* sums, int row, int column,
                                          int split) const {
     const int quad_lane = static_cast<int>(threadIdx.x) % 4;
-    const int own_row = row + row_of_thread();
+    const int own_row = row + wgmma_row_of_thread();
     const int64_t first_row = int64_t{split} * params_.m;
     const bool pairs = params_.n % 2 == 0;  // and aligned
 #pragma unroll
@@ -410,11 +409,6 @@ class PartialsEpilogue {
   }
 
  private:
-  static __device__ __forceinline__ int row_of_thread() {
-    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    return thread / kWarpSize * 16 + thread % kWarpSize / 4;
-  }
-
   const Params& params_;
 };
 

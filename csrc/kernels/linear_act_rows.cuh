@@ -25,12 +25,9 @@ struct ActRowsKernelParams {
   SavedForBackward saves;
 };
 
-// y = act(z).
-template <typename T, int kVec>
-__global__ void __launch_bounds__(kActRowsThreads)
-    act_rows_kernel(const __grid_constant__ ActRowsKernelParams params) {
-  using C = Compute<T>;
-  constexpr bool kFast = sizeof(T) == 2;
+// Calls f(from, to, row, column) for every kVec elements: where they are read and written.
+template <typename T, int kVec, typename F>
+__device__ __forceinline__ void for_vectors(const ActRowsKernelParams& params, F f) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t step = int64_t{gridDim.x} * kActRowsThreads;
@@ -38,8 +35,18 @@ __global__ void __launch_bounds__(kActRowsThreads)
        i += step) {
     int64_t vector;
     const int64_t row = params.of_row.divide(i, &vector), column = vector * kVec;
-    const T* const from = static_cast<const T*>(params.input) + row * params.input_stride + column;
-    T* const to = static_cast<T*>(params.output) + row * params.output_stride + column;
+    f(static_cast<const T*>(params.input) + row * params.input_stride + column,
+      static_cast<T*>(params.output) + row * params.output_stride + column, row, column);
+  }
+}
+
+// y = act(z).
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kActRowsThreads)
+    act_rows_kernel(const __grid_constant__ ActRowsKernelParams params) {
+  using C = Compute<T>;
+  constexpr bool kFast = sizeof(T) == 2;
+  for_vectors<T, kVec>(params, [&](const T* from, T* to, int64_t row, int64_t column) {
     C z[kVec], ones[kVec], y[kVec], derivative[kVec];
     unpack(load_vector<T, kVec>(from), z);
 #pragma unroll
@@ -50,7 +57,7 @@ __global__ void __launch_bounds__(kActRowsThreads)
       store_vector(saved, pack<T, kVec>(derivative));
     }
     store_vector(to, pack<T, kVec>(y));
-  }
+  });
 }
 
 // dz = dy * act'(z).
@@ -59,15 +66,7 @@ __global__ void __launch_bounds__(kActRowsThreads)
     act_rows_bwd_kernel(const __grid_constant__ ActRowsKernelParams params) {
   using C = Compute<T>;
   constexpr bool kFast = sizeof(T) == 2;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int64_t step = int64_t{gridDim.x} * kActRowsThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kActRowsThreads + threadIdx.x; i < params.count;
-       i += step) {
-    int64_t vector;
-    const int64_t row = params.of_row.divide(i, &vector), column = vector * kVec;
-    const T* const from = static_cast<const T*>(params.input) + row * params.input_stride + column;
-    T* const to = static_cast<T*>(params.output) + row * params.output_stride + column;
+  for_vectors<T, kVec>(params, [&](const T* from, T* to, int64_t row, int64_t column) {
     C dy[kVec], saved[kVec], y[kVec], dz[kVec];
     unpack(load_vector<T, kVec>(from), dy);
     if (params.saves == SavedForBackward::kMask) {
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(kActRowsThreads)
       }
     }
     store_vector(to, pack<T, kVec>(dz));
-  }
+  });
 }
 
 // The mask of a ReLU: a thread has eight elements, one byte.
@@ -96,24 +95,16 @@ template <typename T>
 __global__ void __launch_bounds__(kActRowsThreads)
     relu_mask_kernel(const __grid_constant__ ActRowsKernelParams params, int64_t columns) {
   using C = Compute<T>;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int64_t step = int64_t{gridDim.x} * kActRowsThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kActRowsThreads + threadIdx.x; i < params.count;
-       i += step) {
-    int64_t byte;
-    const int64_t row = params.of_row.divide(i, &byte), first = byte * 8;
-    const T* const from = static_cast<const T*>(params.input) + row * params.input_stride + first;
-    T* const to = static_cast<T*>(params.output) + row * params.output_stride + first;
+  for_vectors<T, 8>(params, [&](const T* from, T* to, int64_t row, int64_t first) {
     unsigned bits = 0;
     for (int j = 0; j < 8 && first + j < columns; ++j) {
       const C z = to_compute(from[j]);
       bits |= (z <= C(0) ? 0u : 1u) << j;
       to[j] = z <= C(0) ? from_compute<T>(C(0)) : from[j];
     }
-    static_cast<uint8_t*>(params.saved)[row * params.saved_stride + byte] =
+    static_cast<uint8_t*>(params.saved)[row * params.saved_stride + first / 8] =
         static_cast<uint8_t>(bits);
-  }
+  });
 }
 
 // A warp per row at a time. Neighbouring lanes have neighbouring elements: rows that start anywhere

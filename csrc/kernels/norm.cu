@@ -69,15 +69,6 @@ cudaError_t forward(const NormParams& p, const NormConfig& config, cudaStream_t 
   return cudaErrorInvalidValue;
 }
 
-// Enough for the final sum over the partial ones: see sum_partials_kernel.
-template <typename Out, typename C>
-cudaError_t sum_partials(const SumPartialsParams& p, unsigned count, bool dependent,
-                         cudaStream_t stream) {
-  const dim3 block(kWarpSize, kSumPartialsThreads / kWarpSize);
-  const dim3 grid(static_cast<unsigned>(ceil_div(p.values[0], kWarpSize)), count);
-  return launch(sum_partials_kernel<Out, C>, grid, block, dependent, stream, p);
-}
-
 template <typename T>
 cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* workspace,
                      cudaStream_t stream) {
@@ -147,10 +138,12 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
     ++count;
   }
   if (num_rows_type > 0) {
-    status = sum_partials<T, C>(of_rows_type, num_rows_type, row.dependent_launch, stream);
+    status = launch_sum_partials<T, C>(of_rows_type, num_rows_type, kWarpSize, row.dependent_launch,
+                                       stream);
   }
   if (num_float32 > 0 && status == cudaSuccess) {
-    status = sum_partials<float, C>(of_float32, num_float32, row.dependent_launch, stream);
+    status = launch_sum_partials<float, C>(of_float32, num_float32, kWarpSize, row.dependent_launch,
+                                           stream);
   }
   return status;
 }

@@ -263,7 +263,6 @@ struct Backward {
     constexpr int kOperands = Formula<kOp>::kOperands;
     PartialSums sums = {};
     SumPartialsParams finish = {};
-    int64_t most_values = 0;
     unsigned num_reduced = 0;
     Compute<T>* next = static_cast<Compute<T>*>(workspace);
     for (int k = 0; k < kOperands; ++k) {
@@ -276,7 +275,6 @@ struct Backward {
       finish.values[num_reduced] = values;
       finish.partials_per_value[num_reduced] = plan.num_partials[k];
       next += values * plan.num_partials[k];
-      most_values = std::max(most_values, values);
       ++num_reduced;
     }
 
@@ -299,10 +297,8 @@ struct Backward {
                                    ? start(pointwise_bwd_sum_kernel<kOp, T, kVec>, sums, activation)
                                    : start(pointwise_bwd_sum_kernel<kOp, T, 1>, sums, activation);
     if (status != cudaSuccess) return status;
-    const dim3 sum_block(plan.sum_tile_x, kSumPartialsThreads / plan.sum_tile_x);
-    const dim3 sum_grid(static_cast<unsigned>(ceil_div(most_values, plan.sum_tile_x)), num_reduced);
-    return launch(sum_partials_kernel<T>, sum_grid, sum_block, plan.dependent_launch, stream,
-                  finish);
+    return launch_sum_partials<T>(finish, num_reduced, plan.sum_tile_x, plan.dependent_launch,
+                                  stream);
   }
 };
 

@@ -64,7 +64,7 @@ class Counter(TorchDispatchMode):
         name = func._schema.name
         if name == "fusedcuda::linear_act_backward":
             self.work += linear_act_backward(self._phase, args, result)
-        elif written or (computes(func) and name != "aten::new_empty"):
+        elif computes(func):
             moved = moved_bytes(func, args, kwargs or {}, result, written)
             self.work.append(Work(self._phase, name, kind_of(name), moved))
         return result

@@ -13,6 +13,8 @@
 
 #include <cuda_runtime.h>
 
+#include "shared.cuh"
+
 namespace fusedcuda {
 
 // Both addresses are multiples of 16.
@@ -20,8 +22,9 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
 #ifdef FUSEDCUDA_EMULATION
   ::emulation::copy_async(shared, global, 16);
 #else
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+               "l"(global)
+               : "memory");
 #endif
 }
 

@@ -18,6 +18,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "shared.cuh"
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define FUSEDCUDA_NO_CLUSTERS
 #endif
@@ -107,7 +109,8 @@ class ClusterMailbox {
 #if defined(FUSEDCUDA_EMULATION)
     ::emulation::mailbox_init(barrier_);
 #elif !defined(FUSEDCUDA_NO_CLUSTERS)
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(barrier_)) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier_))
+                 : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }
@@ -116,9 +119,10 @@ class ClusterMailbox {
 #if defined(FUSEDCUDA_EMULATION)
     ::emulation::mailbox_expect(barrier_, bytes);
 #elif !defined(FUSEDCUDA_NO_CLUSTERS)
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier_)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_)),
+        "r"(bytes)
+        : "memory");
 #endif
   }
 
@@ -132,7 +136,7 @@ class ClusterMailbox {
                                 reinterpret_cast<const char*>(&value) + at, 4);
     }
 #elif !defined(FUSEDCUDA_NO_CLUSTERS)
-    const unsigned to = map(slot, rank), barrier = map(barrier_, rank);
+    const unsigned to = shared_address_in(slot, rank), barrier = shared_address_in(barrier_, rank);
     uint32_t words[sizeof(T) / 4];
     memcpy(words, &value, sizeof(T));
 #pragma unroll
@@ -157,24 +161,13 @@ class ClusterMailbox {
         "again_%=:\n"
         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 arrived, [%0], %1;\n"
         "@!arrived bra again_%=;\n"
-        "}" ::"r"(address(barrier_)),
+        "}" ::"r"(shared_address(barrier_)),
         "r"(parity)
         : "memory");
 #endif
   }
 
  private:
-#if !defined(FUSEDCUDA_EMULATION) && !defined(FUSEDCUDA_NO_CLUSTERS)
-  static __device__ __forceinline__ unsigned address(const void* shared) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  }
-  static __device__ __forceinline__ unsigned map(const void* shared, unsigned rank) {
-    unsigned mapped;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address(shared)), "r"(rank));
-    return mapped;
-  }
-#endif
-
   uint64_t* barrier_;
 };
 

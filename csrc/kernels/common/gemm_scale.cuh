@@ -74,8 +74,7 @@ template <bool kKInner>
 __device__ __forceinline__ void mask_fragments(const unsigned char* mask, int first_row,
                                                GemmFragments* fragments) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize;
-  const int row = first_row + warp * 16 + lane / 4, pair = 2 * (lane % 4);
+  const int row = first_row + wgmma_row_of_thread(), pair = 2 * (lane % 4);
   if constexpr (kKInner) {
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
@@ -93,6 +92,7 @@ __device__ __forceinline__ void mask_fragments(const unsigned char* mask, int fi
     }
   } else {
     // The bits of the upper and the lower row are in neighbouring bytes.
+    const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / kWarpSize;
     const unsigned char* const bytes = mask + (first_row + warp * 16) / 8;
     const int bit = lane / 4;
 #pragma unroll

@@ -5,9 +5,8 @@
 // Two ways to divide the work between the computing warpgroups:
 // - together: each has half of the rows of every tile. The largest tiles, so the least traffic; but
 //   the tensor cores wait while both are in their epilogue.
-// - in turns: each has every second tile of the block to itself, and computes while the other one
-// is
-//   in its epilogue. Better where k is short.
+// - in turns: each has every second tile of the block to itself, and computes while the other is in
+//   its epilogue. Better where k is short.
 //
 // Blocks along m may form a cluster: they need the same columns of b, so each fetches a share of
 // them and the copy engine delivers it to all.

@@ -7,22 +7,9 @@
 
 #include <cstdint>
 
+#include "shared.cuh"
+
 namespace fusedcuda {
-
-#ifndef FUSEDCUDA_EMULATION
-__device__ __forceinline__ uint32_t shared_address(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-
-// The same place in block `rank` of the cluster.
-__device__ __forceinline__ uint32_t shared_address_in(const void* shared, unsigned rank) {
-  uint32_t mapped;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(mapped)
-      : "r"(shared_address(shared)), "r"(rank));
-  return mapped;
-}
-#endif
 
 class Mbarrier {
  public:

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace fusedcuda {
 
 // Where the block's dynamic shared memory starts, aligned to 1024 bytes (tensor_map.h). What it
@@ -16,5 +18,23 @@ __device__ __forceinline__ void* dynamic_shared() {
   return fusedcuda_dynamic_shared;
 #endif
 }
+
+#ifndef FUSEDCUDA_EMULATION
+
+// An address in the block's shared memory, as PTX names it.
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// The same place in block `rank` of the cluster.
+__device__ __forceinline__ uint32_t shared_address_in(const void* shared, unsigned rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(mapped)
+      : "r"(shared_address(shared)), "r"(rank));
+  return mapped;
+}
+
+#endif
 
 }  // namespace fusedcuda

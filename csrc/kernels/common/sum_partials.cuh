@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "convert.cuh"
+#include "iteration.h"
 #include "launch.h"
 
 namespace fusedcuda {
@@ -53,6 +54,17 @@ __global__ void __launch_bounds__(kSumPartialsThreads)
     const Compute<T> result = static_cast<Compute<T>>(shared[thread]);
     static_cast<T*>(p.outputs[blockIdx.y])[value] = from_compute<T>(result);
   }
+}
+
+// The first `count` sums of `p`, `along` threads of a block along the values.
+template <typename T, typename C = Compute<T>>
+cudaError_t launch_sum_partials(const SumPartialsParams& p, unsigned count, int along,
+                                bool dependent, cudaStream_t stream) {
+  int64_t most = 0;
+  for (unsigned i = 0; i < count; ++i) most = p.values[i] > most ? p.values[i] : most;
+  const dim3 grid(static_cast<unsigned>(ceil_div(most, along)), count);
+  const dim3 block(along, kSumPartialsThreads / along);
+  return launch(sum_partials_kernel<T, C>, grid, block, dependent, stream, p);
 }
 
 }  // namespace fusedcuda

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "launch.h"
 #include "mbarrier.cuh"
 
 namespace fusedcuda {
@@ -21,6 +22,12 @@ namespace fusedcuda {
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kWgmmaRows = 64;
 constexpr int kWgmmaK = 16;
+
+// The upper one of the two rows of which this thread has sums.
+__device__ __forceinline__ int wgmma_row_of_thread() {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  return thread / kWarpSize * 16 + thread % kWarpSize / 4;
+}
 
 // Where a factor of 2-byte elements lies, in blocks of 8 rows of 128 bytes (1024 bytes). The
 // factor's rows are those of the matrix product's result (or its columns).
