@@ -165,8 +165,16 @@ def _dtype(code: int) -> torch.dtype:
 
 
 def recommended(problem: Problem) -> str | None:
-    found = _cublaslt.candidates(problem.to_hex(), 1)
-    return found[0]["algorithm"] if found else None
+    """What stands for cuBLASLt's recommendation, or None where it has none or refuses its own."""
+    if not _cublaslt.candidates(problem.to_hex(), 1):
+        return None
+    try:
+        _cublaslt.run(problem.to_hex(), "", Operands.make(problem).as_bytes())
+    except RuntimeError as error:  # (float64 with a ReLU: recommended, and not supported)
+        print(f"recommended and refused: {problem}: {error}", flush=True)
+        return None
+    torch.cuda.synchronize()
+    return ""
 
 
 def count_kernels(problem: Problem, algorithm: str, operands: Operands) -> int:

@@ -107,7 +107,8 @@ inline std::string cublaslt_candidates(std::string problem, int64_t count) {
   return concat("[", join(found.size(), candidate), "]");
 }
 
-// Enqueues the product of a problem once with an algorithm. `operands`: bytes, as many of each as
+// Enqueues the product of a problem once with an algorithm (an empty one: cuBLASLt's
+// recommendation). `operands`: bytes, as many of each as
 // cublaslt_problems() says, and a workspace at the end; a scale if there is one is 1.
 inline void cublaslt_run(std::string problem, std::string algorithm, std::vector<Tensor> operands) {
   constexpr const char* kOp = "cublaslt_run";
@@ -129,8 +130,11 @@ inline void cublaslt_run(std::string problem, std::string algorithm, std::vector
   const int32_t device = View(operands[0]).device_index;
   const DeviceScope scope(device);
   const PlanSource source = current_plan_source(device);
-  const auto plan = MatmulPlan::make(source.context, parsed, parse_algorithm(kOp, algorithm));
-  if (plan == nullptr || !plan->tuned()) fail(kOp, ": cuBLASLt refuses this algorithm");
+  std::optional<cublasLtMatmulAlgo_t> choice;
+  if (!algorithm.empty()) choice = parse_algorithm(kOp, algorithm);
+  const auto plan = MatmulPlan::make(source.context, parsed, choice);
+  if (plan == nullptr || plan->tuned() != choice.has_value())
+    fail(kOp, ": cuBLASLt refuses this ", algorithm.empty() ? "problem" : "algorithm");
   MatmulOperands pointers;
   pointers.a = data[0];
   pointers.b = data[1];

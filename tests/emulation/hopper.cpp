@@ -205,6 +205,9 @@ void load_box(const void* map, void* shared, uint64_t* barrier, int row, int col
               unsigned blocks) {
   const auto& matrix = *static_cast<const fusedcuda::BoxedMatrix*>(map);
   if (row < 0 || column < 0) complain(" copies a box at a negative place");
+  // (An illegal instruction on the card.)
+  if (column * matrix.element_bytes % 16 != 0)
+    complain(" copies a box that does not begin at a multiple of 16 bytes");
   std::vector<std::byte> rows(matrix.box_rows * matrix.box_bytes());
   for_box(matrix, row, column, [&](size_t place, int64_t from_row, int64_t from_column) {
     std::memcpy(&rows[place], element(matrix, from_row, from_column), matrix.element_bytes);
@@ -241,6 +244,8 @@ bool deliver_boxes() {
 void store_box(const void* map, const void* shared, int row, int column) {
   const auto& matrix = *static_cast<const fusedcuda::BoxedMatrix*>(map);
   const size_t from = offset_in_shared(shared, kBlockBytes);
+  if (column * matrix.element_bytes % 16 != 0)
+    complain(" stores a box that does not begin at a multiple of 16 bytes");
   const unsigned group = current->number / kWarpgroup;
   for (const auto& thread : current->block->threads) {
     if (thread->number / kWarpgroup == group && thread->hopper.has_unfenced_stores)

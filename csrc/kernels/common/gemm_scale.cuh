@@ -42,6 +42,18 @@ __device__ __forceinline__ uint32_t halves_of_bits(uint32_t bits) {
 // them.
 struct GemmFragments {
   uint32_t words[kGemmK / kWgmmaK][4];
+
+  // Products read these registers while the threads go on, which the compiler does not know: called
+  // behind wgmma_wait(), this keeps it from using them for something else before.
+  __device__ __forceinline__ void keep() const {
+#ifndef FUSEDCUDA_EMULATION
+#pragma unroll
+    for (const auto& step : words) {
+#pragma unroll
+      for (const uint32_t& word : step) asm volatile("" ::"r"(word) : "memory");
+    }
+#endif
+  }
 };
 
 // Where a thread's fragments come from; the tile `a` lies as tensor_map.h says, k inner or rows
@@ -68,18 +80,19 @@ __device__ __forceinline__ void load_fragments(const unsigned char* a, int first
   }
 }
 
-// The bits of a tile, in rows of 16 bytes: with k inner a row has the bits of 64 (or more) values
-// of k of one row of a, with rows inner those of 128 rows of a at one k.
+// The bits of a tile, in rows of 16 bytes: with k inner a row has the bits of 128 values of k of
+// one row of a, those of `block` and of a neighbour; with rows inner those of 128 rows of a at one
+// k.
 template <bool kKInner>
-__device__ __forceinline__ void mask_fragments(const unsigned char* mask, int first_row,
+__device__ __forceinline__ void mask_fragments(const unsigned char* mask, int first_row, int block,
                                                GemmFragments* fragments) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int row = first_row + wgmma_row_of_thread(), pair = 2 * (lane % 4);
   if constexpr (kKInner) {
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
-      const uint2 bits =
-          *reinterpret_cast<const uint2*>(mask + (row + 8 * lower) * kByteBoxColumns);
+      const uint2 bits = *reinterpret_cast<const uint2*>(
+          mask + (row + 8 * lower) * kByteBoxColumns + block % 2 * (kGemmK / 8));
 #pragma unroll
       for (int step = 0; step < kGemmK / kWgmmaK; ++step) {
 #pragma unroll

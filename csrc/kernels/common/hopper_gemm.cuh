@@ -154,8 +154,9 @@ struct HopperGemm {
         if constexpr (kScale == GemmScale::kElements)
           load_a(scale, stage + kABytes + kBBytes, full, row, k);
         if constexpr (kScale == GemmScale::kMask) {
+          // (The copy engine takes boxes that begin at a multiple of 16 bytes.)
           load_box(&scale, stage + kABytes + kBBytes, full, kAKInner ? row : k,
-                   (kAKInner ? k : row) / 8);
+                   (kAKInner ? k : row) / 8 / kByteBoxColumns * kByteBoxColumns);
         }
       }
     }
@@ -163,20 +164,21 @@ struct HopperGemm {
 
   // --- Consumers: a warpgroup
 
-  // The sums of the warpgroup's `tile`-th tile (0, 1, ...). kSumsRows: also the sums of a's rows.
+  // The sums of the warpgroup's `tile`-th tile (0, 1, ...), over the blocks [first_block, end) of k.
+  // kSumsRows: also the sums of a's rows.
   template <bool kSumsRows>
   static __device__ __forceinline__ void multiply(const GemmShared<HopperGemm>& shared, int tile,
-                                                  int k_blocks, int warpgroup, Position* at,
-                                                  Sums* sums) {
+                                                  int first_block, int end, int warpgroup,
+                                                  Position* at, Sums* sums) {
     Stages* const stages = shared.stages();
     // Which round of a stage is over can only be told from the round before: a warpgroup that skips
     // tiles has to know that the other one has seen all of its tile arrive.
     if constexpr (kInTurns) stages->turn[warpgroup].wait((tile & 1) ^ (warpgroup == 0 ? 1 : 0));
     if constexpr (kScale == GemmScale::kNone) {
-      multiply_direct(shared, k_blocks, warpgroup, at, sums);
+      multiply_direct(shared, end - first_block, warpgroup, at, sums);
     } else {
       static_assert(!kInTurns);
-      multiply_scaled<kSumsRows>(shared, k_blocks, warpgroup, at, sums);
+      multiply_scaled<kSumsRows>(shared, first_block, end, warpgroup, at, sums);
     }
     pin<kSumsRows>(sums);
   }
@@ -215,32 +217,35 @@ struct HopperGemm {
   // While products run, the next fragments are prepared.
   template <bool kSumsRows>
   static __device__ __forceinline__ void multiply_scaled(const GemmShared<HopperGemm>& shared,
-                                                         int k_blocks, int warpgroup, Position* at,
-                                                         Sums* sums) {
+                                                         int first_block, int end, int warpgroup,
+                                                         Position* at, Sums* sums) {
     Stages* const stages = shared.stages();
     const int first_row = warpgroup * kRows;
-    auto prepare = [&](const Position& position, GemmFragments(&fragments)[kHalves]) {
+    auto prepare = [&](const Position& position, int block, GemmFragments(&fragments)[kHalves]) {
       stages->full[position.stage].wait(position.parity);
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
         load_scaled(shared.tiles() + position.stage * kStageBytes, first_row + h * kWgmmaRows,
-                    &fragments[h]);
+                    block, &fragments[h]);
       }
     };
     GemmFragments fragments[kHalves], next[kHalves];
-    prepare(*at, fragments);
-    for (int block = 0; block < k_blocks; ++block) {
+    prepare(*at, first_block, fragments);
+    for (int block = first_block; block < end; ++block) {
       const int stage = at->stage;
       start_products<kSumsRows>(shared.tiles() + stage * kStageBytes, fragments, shared.ones(),
-                                block > 0, sums);
+                                block > first_block, sums);
       at->advance();
-      if (block + 1 < k_blocks) prepare(*at, next);
+      if (block + 1 < end) prepare(*at, block + 1, next);
       // What has been read here the copy engine will overwrite.
       fence_shared_for_copies();
       wgmma_wait<0>();
       release(stages, stage);
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) fragments[h] = next[h];
+      for (int h = 0; h < kHalves; ++h) {
+        fragments[h].keep();  // until here the products read their registers
+        fragments[h] = next[h];
+      }
     }
   }
 
@@ -301,11 +306,11 @@ struct HopperGemm {
   }
 
   static __device__ __forceinline__ void load_scaled(const unsigned char* stage, int first_row,
-                                                     GemmFragments* fragments) {
+                                                     int block, GemmFragments* fragments) {
     const unsigned char* const scale = stage + kABytes + kBBytes;
     load_fragments<kAKInner>(stage, first_row, fragments);
     if constexpr (kScale == GemmScale::kMask) {
-      mask_fragments<kAKInner>(scale, first_row, fragments);
+      mask_fragments<kAKInner>(scale, first_row, block, fragments);
     } else {
       GemmFragments by;
       load_fragments<kAKInner>(scale, first_row, &by);
@@ -403,9 +408,10 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
     int turn = 0, own_tiles = 0;
     for (int64_t index = Gemm::first_tile(); index < tiling.count(); index += Gemm::tile_step()) {
       const GemmTile tile = tiling.at(index);
-      const int k_blocks = tiling.first_block(tile.split + 1) - tiling.first_block(tile.split);
+      const int first_block = tiling.first_block(tile.split);
+      const int end = tiling.first_block(tile.split + 1);
       if (Gemm::kTakesTurns && turn++ % 2 != warpgroup) {
-        at.advance(k_blocks);
+        at.advance(end - first_block);
         continue;
       }
       const int first = Gemm::kTakesTurns ? 0 : warpgroup * Gemm::kWarpgroupRows;
@@ -416,10 +422,10 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
       epilogue.prepare(column);
       const int own_tile = own_tiles++;
       if (Epilogue::kSumsRows && column == 0) {
-        Gemm::template multiply<true>(shared, own_tile, k_blocks, warpgroup, &at, &sums);
+        Gemm::template multiply<true>(shared, own_tile, first_block, end, warpgroup, &at, &sums);
         epilogue.store_row_sums(sums, row, tile.split);
       } else {
-        Gemm::template multiply<false>(shared, own_tile, k_blocks, warpgroup, &at, &sums);
+        Gemm::template multiply<false>(shared, own_tile, first_block, end, warpgroup, &at, &sums);
       }
       epilogue.finish(&sums, row, column, tile.split);
     }

@@ -20,7 +20,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
 }
 
 // The box whose first element is at (row, column), to `shared`, a multiple of 1024. Its bytes count
-// at `barrier`.
+// at `barrier`. A row of the box begins at a multiple of 16 bytes of the matrix' row.
 __device__ __forceinline__ void load_box(const TensorMap* map, void* shared, Mbarrier* barrier,
                                          int row, int column) {
 #ifdef FUSEDCUDA_EMULATION
