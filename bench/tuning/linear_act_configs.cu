@@ -34,7 +34,7 @@ using T = __nv_bfloat16;
 
 namespace {
 
-constexpr int kRounds = 7, kCallsPerRound = 8;
+constexpr int kRounds = 5, kCallsPerRound = 6;
 
 __global__ void fill(T* data, int64_t n, unsigned seed, float scale) {
   for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
@@ -214,7 +214,8 @@ void add(const char* name, const LinearActParams& p, const DeviceTraits& device,
        {}});
 }
 
-void forward(const Lt& lt, int64_t m, int64_t n, int64_t k, Activation activation,
+// saves: what the gradient needs is stored as well (cuBLASLt's line is without that).
+void forward(const Lt& lt, int64_t m, int64_t n, int64_t k, Activation activation, bool saves,
              const DeviceTraits& device) {
   T* x = random_values(m * k, 1);
   T* weight = random_values(n * k, 2, 1.7f / std::sqrt(static_cast<float>(k)));
@@ -234,33 +235,36 @@ void forward(const Lt& lt, int64_t m, int64_t n, int64_t k, Activation activatio
   p.b = {weight, k, true};
   p.bias = bias;
   p.output = {y, n};
+  T* saved = random_values(m * n, 6);
+  if (saves) {
+    p.saved = saved;
+    p.saves =
+        activation == Activation::kRelu ? SavedForBackward::kMask : SavedForBackward::kDerivative;
+  }
   std::vector<Contender> contenders;
   const size_t best = reference.best();
   auto no_error = [] { return 0.0f; };
   contenders.push_back({"cublasLt", [&] { reference.run(0); }, no_error, {}});
   contenders.push_back({"cublasLt best", [&, best] { reference.run(best); }, no_error, {}});
-  for (int group : {4, 16}) {
-    auto named = [&](auto gemm, const char* name) {
-      add<decltype(gemm)>(name, p, device, group, expected, &contenders);
-    };
-    named(HopperGemm<T, 128, 128, true, 1, 6, true, true>(), "turns 128x128 cluster 1");
-    named(HopperGemm<T, 128, 128, true, 2, 6, true, true>(), "turns 128x128 cluster 2");
-    named(HopperGemm<T, 128, 128, true, 4, 6, true, true>(), "turns 128x128 cluster 4");
-    named(HopperGemm<T, 128, 192, true, 2, 4, true, true>(), "turns 128x192 cluster 2");
-    named(HopperGemm<T, 128, 192, false, 2, 3, true, true>(), "together 256x192 cluster 2");
-    named(HopperGemm<T, 64, 256, true, 2, 4, true, true>(), "turns 64x256 cluster 2");
-    named(HopperGemm<T, 64, 256, true, 4, 4, true, true>(), "turns 64x256 cluster 4");
-    named(HopperGemm<T, 64, 192, true, 4, 5, true, true>(), "turns 64x192 cluster 4");
-    named(HopperGemm<T, 64, 256, false, 1, 4, true, true>(), "together 128x256 cluster 1");
-    named(HopperGemm<T, 64, 256, false, 2, 4, true, true>(), "together 128x256 cluster 2");
-    named(HopperGemm<T, 64, 192, false, 2, 4, true, true>(), "together 128x192 cluster 2");
-    named(HopperGemm<T, 128, 128, false, 2, 4, true, true>(), "together 256x128 cluster 2");
-  }
+  auto named = [&](auto gemm, const char* name) {
+    add<decltype(gemm)>(name, p, device, 8, expected, &contenders);
+  };
+  constexpr auto kNone = GemmScale::kNone;
+  named(HopperGemm<T, 128, 128, true, 2, 6, true, true>(), "turns 128x128 2");
+  named(HopperGemm<T, 128, 128, true, 2, 5, true, true, kNone, 4>(), "turns 128x128 2 buffers 4");
+  named(HopperGemm<T, 128, 128, true, 1, 5, true, true, kNone, 4>(), "turns 128x128 1 buffers 4");
+  named(HopperGemm<T, 128, 192, true, 2, 4, true, true>(), "turns 128x192 2");
+  named(HopperGemm<T, 64, 256, true, 2, 4, true, true, kNone, 4>(), "turns 64x256 2 buffers 4");
+  named(HopperGemm<T, 64, 256, false, 1, 4, true, true>(), "together 128x256 1");
+  named(HopperGemm<T, 64, 256, false, 2, 4, true, true>(), "together 128x256 2");
+  named(HopperGemm<T, 64, 256, false, 2, 3, true, true, kNone, 4>(),
+        "together 128x256 2 buffers 4");
+  named(HopperGemm<T, 128, 128, false, 2, 4, true, true>(), "together 256x128 2");
   char shape[100];
-  std::snprintf(shape, sizeof(shape), "forward %lldx%lldx%lld", static_cast<long long>(m),
-                static_cast<long long>(n), static_cast<long long>(k));
+  std::snprintf(shape, sizeof(shape), "forward%s %lldx%lldx%lld", saves ? " saves" : "",
+                static_cast<long long>(m), static_cast<long long>(n), static_cast<long long>(k));
   race(shape, 2.0 * m * n * k, contenders);
-  for (T* data : {x, weight, bias, expected, y}) CHECK(cudaFree(data));
+  for (T* data : {x, weight, bias, expected, y, saved}) CHECK(cudaFree(data));
 }
 
 // --- Gradient: a mask, or a derivative, against the two products alone (of dy itself)
@@ -301,12 +305,9 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
   p.dx = {dx, k};
   p.dweight = dweight;
   p.dbias = dbias;
-  const LinearActBwdConfig config = choose_linear_act_bwd_config(p, device);
   void* workspace;
-  CHECK(cudaMalloc(&workspace, config.workspace_bytes));
-  LinearActBwdParams only_dx = p, only_dweight = p;
-  only_dx.dweight = only_dx.dbias = nullptr;
-  only_dweight.dx = {};
+  constexpr size_t kWorkspace = 512 << 20;
+  CHECK(cudaMalloc(&workspace, kWorkspace));
   auto no_error = [] { return 0.0f; };
   std::vector<Contender> contenders;
   contenders.push_back({"cublasLt dz, dx, dweight",
@@ -321,22 +322,65 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
       {"cublasLt dx, dweight", [&] { first.run(0), second.run(0); }, no_error, {}});
   contenders.push_back({"cublasLt dx", [&] { first.run(0); }, no_error, {}});
   contenders.push_back({"cublasLt dweight", [&] { second.run(0); }, no_error, {}});
-  contenders.push_back({"dx, dweight, dbias",
-                        [&] { CHECK(launch_linear_act_bwd(p, config, workspace, nullptr)); },
+  const LinearActBwdConfig chosen = choose_linear_act_bwd_config(p, device);
+  CHECK(chosen.workspace_bytes <= kWorkspace ? cudaSuccess : cudaErrorMemoryAllocation);
+  contenders.push_back({"dx, dweight, dbias as chosen",
+                        [&] { CHECK(launch_linear_act_bwd(p, chosen, workspace, nullptr)); },
                         [&] {
                           return std::max(difference(dx, expected_dx, m * k),
                                           difference(dweight, expected_dweight, n * k));
                         },
                         {}});
-  contenders.push_back({"dx",
-                        [&] { CHECK(launch_linear_act_bwd(only_dx, config, workspace, nullptr)); },
-                        no_error,
-                        {}});
-  contenders.push_back(
-      {"dweight, dbias",
-       [&] { CHECK(launch_linear_act_bwd(only_dweight, config, workspace, nullptr)); },
-       no_error,
-       {}});
+  auto add_tile = [&](auto dx_gemm, auto dweight_gemm, const std::string& tile) {
+    using Dx = decltype(dx_gemm);
+    using Dweight = decltype(dweight_gemm);
+    LinearActConfig config;
+    config.in_turns = false;
+    config.tile_rows = Dx::kTileRows;
+    config.tile_columns = Dx::kTileColumns;
+    linear_act::set_blocks(m, k, device, &config);
+    contenders.push_back({"dx " + tile,
+                          [&p, config] { CHECK(linear_act::run_dx<Dx>(p, config, nullptr)); },
+                          [&] { return difference(dx, expected_dx, m * k); },
+                          {}});
+    const int64_t tiles = ceil_div(n, Dx::kTileRows * 2) * ceil_div(k, Dx::kTileColumns);
+    std::vector<int> tried;
+    for (int rounds : {0, 1, 2, 3}) {
+      const int splits = static_cast<int>(rounds == 0 ? 1 : (66 * rounds + tiles / 4) / tiles);
+      if (splits < 1 || splits * int64_t{512} > m ||
+          splits * (n * k + n) * sizeof(float) > kWorkspace ||
+          std::find(tried.begin(), tried.end(), splits) != tried.end())
+        continue;
+      tried.push_back(splits);
+      config.splits = splits;
+      linear_act::set_blocks(n, k, device, &config);
+      contenders.push_back({"dweight " + tile + " splits " + std::to_string(splits),
+                            [&p, config, workspace] {
+                              CHECK(
+                                  linear_act::run_dweight<Dweight>(p, config, workspace, nullptr));
+                            },
+                            [&] { return difference(dweight, expected_dweight, n * k); },
+                            {}});
+    }
+  };
+  auto add_tiles = [&](auto scale) {
+    constexpr GemmScale kScale = decltype(scale)::value;
+    constexpr bool kIsMask = kScale == GemmScale::kMask;
+    add_tile(HopperGemm<T, 64, 256, false, 2, 3, true, false, kScale>(),
+             HopperGemm<T, 64, 256, false, 2, kIsMask ? 4 : 3, false, false, kScale, 0>(),
+             "128x256");
+    add_tile(HopperGemm<T, 64, 192, false, 2, kIsMask ? 4 : 3, true, false, kScale>(),
+             HopperGemm<T, 64, 192, false, 2, kIsMask ? 5 : 4, false, false, kScale, 0>(),
+             "128x192");
+    add_tile(HopperGemm<T, 64, 128, false, 2, kIsMask ? 5 : 4, true, false, kScale>(),
+             HopperGemm<T, 64, 128, false, 2, kIsMask ? 6 : 4, false, false, kScale, 0>(),
+             "128x128");
+  };
+  if (saves == SavedForBackward::kMask) {
+    add_tiles(std::integral_constant<GemmScale, GemmScale::kMask>());
+  } else {
+    add_tiles(std::integral_constant<GemmScale, GemmScale::kElements>());
+  }
   char shape[100];
   std::snprintf(shape, sizeof(shape), "backward %lldx%lldx%lld", static_cast<long long>(m),
                 static_cast<long long>(n), static_cast<long long>(k));
@@ -354,13 +398,15 @@ int main() {
   std::printf("%d SMs, wgmma %d, cublasLt %zu\n", device.num_sms, device.wgmma,
               cublasLtGetVersion());
   const Lt lt;
-  forward(lt, 65536, 512, 16, Activation::kRelu, device);
-  forward(lt, 65536, 1024, 480, Activation::kRelu, device);
-  forward(lt, 65536, 1024, 480, Activation::kGeluTanh, device);
-  forward(lt, 8192, 3072, 768, Activation::kGeluTanh, device);
-  forward(lt, 8192, 4096, 1024, Activation::kGeluTanh, device);
-  forward(lt, 8192, 4096, 4096, Activation::kGeluTanh, device);
-  forward(lt, 8192, 14336, 4096, Activation::kGeluTanh, device);
+  for (bool saves : {false, true}) {
+    forward(lt, 65536, 512, 16, Activation::kRelu, saves, device);
+    forward(lt, 65536, 1024, 480, Activation::kRelu, saves, device);
+    forward(lt, 65536, 1024, 480, Activation::kGeluTanh, saves, device);
+    forward(lt, 8192, 3072, 768, Activation::kGeluTanh, saves, device);
+    forward(lt, 8192, 4096, 1024, Activation::kGeluTanh, saves, device);
+    forward(lt, 8192, 4096, 4096, Activation::kGeluTanh, saves, device);
+  }
+  forward(lt, 8192, 14336, 4096, Activation::kGeluTanh, false, device);
   backward(lt, 65536, 1024, 480, SavedForBackward::kMask, device);
   backward(lt, 65536, 512, 16, SavedForBackward::kMask, device);
   backward(lt, 8192, 3072, 768, SavedForBackward::kDerivative, device);

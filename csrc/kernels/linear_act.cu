@@ -17,7 +17,7 @@
 // And elementwise kernels for the products that cuBLASLt makes: y = act(z), dz = dy act'(z).
 #include "common/hopper_gemm.cuh"
 #include "common/row_launch.cuh"
-#include "common/sum_partials.cuh"
+#include "common/sum_splits.cuh"
 #include "linear_act.h"
 #include "linear_act_config.h"
 #include "linear_act_epilogue.cuh"
@@ -31,8 +31,7 @@ namespace fusedcuda {
 
 template <typename EpilogueParams>
 struct GemmKernelParams {
-  TensorMap a, b;
-  TensorMap scale;  // what a is multiplied by
+  GemmFactors factors;
   GemmTiles tiles;
   EpilogueParams epilogue;
 };
@@ -41,8 +40,7 @@ template <typename Gemm>
 __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_kernel_sm90(
     const __grid_constant__ GemmKernelParams<LinearActEpilogueParams> params) {
 #if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_gemm<Gemm, LinearActEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
-                                          params.epilogue);
+  run_gemm<Gemm, LinearActEpilogue<Gemm>>(params.factors, params.tiles, params.epilogue);
 #else
   __trap();
 #endif
@@ -52,8 +50,7 @@ template <typename Gemm>
 __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_dx_kernel_sm90(
     const __grid_constant__ GemmKernelParams<PlainEpilogueParams> params) {
 #if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_gemm<Gemm, PlainEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
-                                      params.epilogue);
+  run_gemm<Gemm, PlainEpilogue<Gemm>>(params.factors, params.tiles, params.epilogue);
 #else
   __trap();
 #endif
@@ -64,8 +61,7 @@ template <typename Gemm>
 __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_dweight_kernel_sm90(
     const __grid_constant__ GemmKernelParams<PartialsEpilogueParams> params) {
 #if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_gemm<Gemm, PartialsEpilogue<Gemm>>(params.a, params.b, params.scale, params.tiles,
-                                         params.epilogue);
+  run_gemm<Gemm, PartialsEpilogue<Gemm>>(params.factors, params.tiles, params.epilogue);
 #else
   __trap();
 #endif
@@ -97,24 +93,26 @@ inline BoxedMatrix boxed_mask(const void* data, int64_t rows, int64_t columns, i
 
 // Describes the factors of a product m x n x k of `Gemm`. What lies in memory row by row with k
 // outermost is a matrix of k rows.
-template <typename Gemm, typename EpilogueParams>
-cudaError_t describe(const GemmFactor& a, const GemmFactor& b, int64_t m, int64_t n, int64_t k,
-                     const LinearActConfig& config, GemmKernelParams<EpilogueParams>* params) {
+template <typename Gemm>
+cudaError_t describe_factors(const GemmFactor& a, const GemmFactor& b, int64_t m, int64_t n,
+                             int64_t k, TensorMap* map_a, TensorMap* map_b) {
   constexpr int kCluster = Gemm::kClusterBlocks;
   const BoxedMatrix boxed_a = a.k_is_inner ? boxed(a.data, m, k, a.stride, Gemm::kTileRows)
                                            : boxed(a.data, k, m, a.stride, kGemmK);
   const BoxedMatrix boxed_b = b.k_is_inner
                                   ? boxed(b.data, n, k, b.stride, Gemm::kTileColumns / kCluster)
                                   : boxed(b.data, k, n, b.stride, kGemmK / kCluster);
-  cudaError_t status = make_tensor_map(boxed_a, &params->a);
-  if (status == cudaSuccess) status = make_tensor_map(boxed_b, &params->b);
-  GemmTiles& tiles = params->tiles;
-  tiles.rows = static_cast<int>(ceil_div(m, Gemm::kTileRows * kCluster));
-  tiles.columns = static_cast<int>(ceil_div(n, Gemm::kTileColumns));
-  tiles.splits = config.splits;
-  tiles.group = config.group;
-  tiles.k_blocks = static_cast<int>(ceil_div(k, kGemmK));
-  return status;
+  const cudaError_t status = make_tensor_map(boxed_a, map_a);
+  return status == cudaSuccess ? make_tensor_map(boxed_b, map_b) : status;
+}
+
+template <typename Gemm, typename EpilogueParams>
+cudaError_t describe(const GemmFactor& a, const GemmFactor& b, int64_t m, int64_t n, int64_t k,
+                     const LinearActConfig& config, GemmKernelParams<EpilogueParams>* params) {
+  params->tiles = GemmTiles::make(ceil_div(m, Gemm::kTileRows * Gemm::kClusterBlocks),
+                                  ceil_div(n, Gemm::kTileColumns), ceil_div(k, kGemmK),
+                                  config.splits, config.group);
+  return describe_factors<Gemm>(a, b, m, n, k, &params->factors.a, &params->factors.b);
 }
 
 template <typename Gemm, typename Kernel, typename Params>
@@ -134,6 +132,11 @@ cudaError_t run(const LinearActParams& p, const LinearActConfig& config, cudaStr
   GemmKernelParams<LinearActEpilogueParams> params;
   LinearActEpilogueParams& epilogue = params.epilogue;
   cudaError_t status = describe<Gemm>(p.a, p.b, p.m, p.n, p.k, config, &params);
+  if (status == cudaSuccess && p.extra_k > 0) {
+    params.tiles.extra_blocks = static_cast<int>(ceil_div(p.extra_k, kGemmK));
+    status = describe_factors<Gemm>(p.extra_a, p.extra_b, p.m, p.n, p.extra_k,
+                                    &params.factors.extra_a, &params.factors.extra_b);
+  }
   const BoxedMatrix output = boxed(p.output.data, p.m, p.n, p.output.stride, kChunk);
   if (status == cudaSuccess) status = make_tensor_map(output, &epilogue.output);
   if (status == cudaSuccess && p.saves == SavedForBackward::kDerivative)
@@ -172,9 +175,15 @@ constexpr int kRegistersOfNoCode = 64;
 
 // --- Gradient
 
+constexpr int bwd_stages(GemmScale scale, bool is_narrow, bool is_dx) {
+  return is_narrow || (scale == GemmScale::kMask && !is_dx) ? 4 : 3;
+}
+
+// dweight has no chunks to store.
 template <typename T, GemmScale kScale, bool kNarrow, bool kAKInner>
-using BwdGemm = HopperGemm<T, kBwdTileRows / 2, kNarrow ? kNarrowTileColumns : kBwdTileColumns,
-                           false, 2, kNarrow ? 4 : 3, kAKInner, false, kScale>;
+using BwdGemm =
+    HopperGemm<T, kBwdTileRows / 2, kNarrow ? kNarrowTileColumns : kBwdTileColumns, false, 2,
+               bwd_stages(kScale, kNarrow, kAKInner), kAKInner, false, kScale, kAKInner ? 2 : 0>;
 
 // What multiplies dy, in boxes like those of the factor a.
 template <typename Gemm>
@@ -193,7 +202,7 @@ cudaError_t run_dx(const LinearActBwdParams& p, const LinearActConfig& config,
   const GemmFactor dy = {p.dy.data, p.dy.stride, true};
   const GemmFactor weight = {p.weight.data, p.weight.stride, false};
   cudaError_t status = describe<Gemm>(dy, weight, p.m, p.k, p.n, config, &params);
-  if (status == cudaSuccess) status = describe_scale<Gemm>(p, true, &params.scale);
+  if (status == cudaSuccess) status = describe_scale<Gemm>(p, true, &params.factors.scale);
   const BoxedMatrix dx = boxed(p.dx.data, p.m, p.k, p.dx.stride, kChunk);
   if (status == cudaSuccess) status = make_tensor_map(dx, &params.epilogue.output);
   if (status != cudaSuccess) return status;
@@ -209,29 +218,30 @@ cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& conf
   const GemmFactor dy = {p.dy.data, p.dy.stride, false};
   const GemmFactor x = {p.x.data, p.x.stride, false};
   cudaError_t status = describe<Gemm>(dy, x, p.n, p.k, p.m, config, &params);
-  if (status == cudaSuccess) status = describe_scale<Gemm>(p, false, &params.scale);
+  if (status == cudaSuccess) status = describe_scale<Gemm>(p, false, &params.factors.scale);
   if (status != cudaSuccess) return status;
-  const int64_t values = p.n * p.k;
-  params.epilogue.values = static_cast<float*>(workspace);
-  if (p.dbias != nullptr)
-    params.epilogue.row_sums = params.epilogue.values + config.splits * values;
-  params.epilogue.m = static_cast<int>(p.n);
-  params.epilogue.n = static_cast<int>(p.k);
-  status = start<Gemm>(linear_act_dweight_kernel_sm90<Gemm>, config, stream, params);
-  if (status != cudaSuccess) return status;
-  SumPartialsParams sums = {};
-  const void* const partials[] = {params.epilogue.values, params.epilogue.row_sums};
-  void* const outputs[] = {p.dweight, p.dbias};
-  const int64_t counts[] = {values, p.n};
-  for (int i = 0; i < 2; ++i) {
-    sums.partials[i] = partials[i];
-    sums.outputs[i] = outputs[i];
-    sums.values[i] = counts[i];
-    sums.partials_per_value[i] = config.splits;
+  PartialsEpilogueParams& epilogue = params.epilogue;
+  epilogue.m = static_cast<int>(p.n);
+  epilogue.n = static_cast<int>(p.k);
+  const auto kernel = linear_act_dweight_kernel_sm90<Gemm>;
+  if (config.splits == 1) {
+    epilogue.output = p.dweight;
+    epilogue.row_sums_output = p.dbias;
+    return start<Gemm>(kernel, config, stream, params);
   }
-  constexpr int kAlongValues = 256;
-  return launch_sum_partials<typename Gemm::Element, float>(sums, p.dbias != nullptr ? 2 : 1,
-                                                            kAlongValues, true, stream);
+  SplitSum dweight = {nullptr, split_stride(p.n * p.k), p.n * p.k, p.dweight};
+  SplitSum dbias = {nullptr, split_stride(p.n), p.n, p.dbias};
+  epilogue.values = static_cast<float*>(workspace);
+  epilogue.values_stride = dweight.stride;
+  if (p.dbias != nullptr) {
+    epilogue.row_sums = epilogue.values + config.splits * dweight.stride;
+    epilogue.row_sums_stride = dbias.stride;
+  }
+  dweight.parts = epilogue.values;
+  dbias.parts = epilogue.row_sums;
+  status = start<Gemm>(kernel, config, stream, params);
+  if (status != cudaSuccess) return status;
+  return launch_sum_splits<typename Gemm::Element>(dweight, dbias, config.splits, true, stream);
 }
 
 template <typename T, GemmScale kScale, bool kNarrow>

@@ -36,12 +36,16 @@ enum class SavedForBackward { kNone, kMask, kPreActivation, kDerivative };
 // cuBLASLt wants the rows of its mask 128 bits apart, or a multiple of that.
 inline int64_t mask_row_bytes(int64_t n) { return (n + 127) / 128 * 16; }
 
-// output[m, n] = act(sum_k a[m, k] * b[n, k] + bias[n]), one rounding at the end.
+// output[m, n] = act(sum_k a[m, k] * b[n, k] + bias[n]), one rounding at the end. With extra_k,
+// sum_k extra_a[m, k] * extra_b[n, k] is added to the sum (Hopper only; extra factors lie as a and
+// b do).
 struct LinearActParams {
   DType dtype = DType::kBFloat16;  // of everything
   Activation activation = Activation::kNone;
   int64_t m = 0, n = 0, k = 0;
   GemmFactor a, b;
+  int64_t extra_k = 0;
+  GemmFactor extra_a, extra_b;
   const void* bias = nullptr;  // n elements, any alignment; or null
   GemmMatrix output;           // m x n
   SavedForBackward saves = SavedForBackward::kNone;

@@ -63,7 +63,11 @@ inline bool hopper_can_run(const LinearActParams& p, const DeviceTraits& device)
       (p.saves == SavedForBackward::kMask && p.activation == Activation::kRelu) ||
       (p.saves == SavedForBackward::kDerivative && p.activation != Activation::kRelu &&
        can_be_boxed(p.saved, p.n, p.dtype));
-  return linear_act::can_run(p.dtype, p.m, p.n, p.k, device) && p.a.k_is_inner &&
+  const bool extra_fits =
+      p.extra_k == 0 || (p.extra_a.k_is_inner && p.extra_b.k_is_inner == p.b.k_is_inner &&
+                         can_be_boxed(p.extra_a.data, p.extra_a.stride, p.dtype) &&
+                         can_be_boxed(p.extra_b.data, p.extra_b.stride, p.dtype));
+  return linear_act::can_run(p.dtype, p.m, p.n, p.k, device) && p.a.k_is_inner && extra_fits &&
          can_be_boxed(p.a.data, p.a.stride, p.dtype) &&
          can_be_boxed(p.b.data, p.b.stride, p.dtype) &&
          can_be_boxed(p.output.data, p.output.stride, p.dtype) && saved_fits;
@@ -125,8 +129,11 @@ inline LinearActBwdConfig choose_linear_act_bwd_config(const LinearActBwdParams&
   const int64_t most = std::max<int64_t>(1, params.m / (8 * kGemmK));
   dweight.splits = static_cast<int>(std::clamp<int64_t>(resident / tiles, 1, most));
   linear_act::set_blocks(params.n, params.k, device, &dweight);
-  config.workspace_bytes =
-      dweight.splits * (params.n * params.k + params.n) * static_cast<int64_t>(sizeof(float));
+  if (dweight.splits > 1) {
+    config.workspace_bytes = dweight.splits *
+                             (split_stride(params.n * params.k) + split_stride(params.n)) *
+                             static_cast<int64_t>(sizeof(float));
+  }
   return config;
 }
 

@@ -13,47 +13,61 @@ namespace fusedcuda {
 constexpr int kChunk = 64;  // rows and columns
 constexpr int kChunkPairs =
     kChunk * kChunk / 2 / kWarpgroup;  // of neighbouring columns, a thread's
-constexpr int kChunkBytes = kChunk * kSwizzleBytes;
+static_assert(kGemmBufferBytes == kChunk * kSwizzleBytes);
 
 // A warpgroup's chunks on their way to memory. The values of a thread come in the order of its sums
-// (wgmma.cuh), two columns in a word.
+// (wgmma.cuh), two columns in a word. One or two chunks are written and then sent together: a
+// fence and a meeting of the threads for each such round. While the copy engine reads the buffers
+// of one round, the threads write to those of the next.
+template <int kBuffers>
 class ChunkStore {
  public:
+  static constexpr int kRound = kBuffers / 2;  // chunks
+  static_assert(kRound == 1 || kRound == 2);
+
   // `barrier`: a named one that is the warpgroup's own.
   __device__ __forceinline__ ChunkStore(unsigned char* buffers, int barrier)
       : buffers_(buffers), barrier_(barrier) {}
 
-  __device__ __forceinline__ void store(const TensorMap& map, const uint32_t (&pairs)[kChunkPairs],
-                                        int row, int column) {
-    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    unsigned char* const buffer = buffers_ + next_ * kChunkBytes;
-    next_ ^= 1;
-    // The chunk before the last one left from this buffer.
-    if (thread == 0) wait_for_stores_to_read<1>();
-    named_barrier(barrier_, kWarpgroup);
-    const int lane = thread % kWarpSize;
+  __device__ __forceinline__ void write(const uint32_t (&pairs)[kChunkPairs], int slot) {
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, lane = thread % kWarpSize;
     const int own_row = thread / kWarpSize * 16 + lane % 16;
 #pragma unroll
     for (int i = 0; i < kChunkPairs; i += 4) {
       // Two groups of eight columns, of 16 rows: lanes 16 to 31 have the places of the second.
       const int group = i / 2 + lane / 16;
       unsigned char* const place =
-          buffer + own_row * kSwizzleBytes + ((group ^ (own_row % 8)) * 16);
+          buffer(slot) + own_row * kSwizzleBytes + ((group ^ (own_row % 8)) * 16);
       const uint32_t four[4] = {pairs[i], pairs[i + 1], pairs[i + 2], pairs[i + 3]};
       store_matrices(place, four);
     }
+  }
+
+  // start(send): send(map, slot, row, column) for every chunk of the round.
+  template <typename F>
+  __device__ __forceinline__ void send_round(F start) {
+    const bool is_first = threadIdx.x % kWarpgroup == 0;
     fence_shared_for_copies();
+    // The round before this one has left the buffers of the next.
+    if (is_first) wait_for_stores_to_read<0>();
     named_barrier(barrier_, kWarpgroup);
-    if (thread == 0) {
-      store_box(&map, buffer, row, column);
+    if (is_first) {
+      start([&](const TensorMap& map, int slot, int row, int column) {
+        store_box(&map, buffer(slot), row, column);
+      });
       commit_stores();
     }
+    round_ ^= 1;
   }
 
  private:
+  __device__ __forceinline__ unsigned char* buffer(int slot) const {
+    return buffers_ + (round_ * kRound + slot) * kGemmBufferBytes;
+  }
+
   unsigned char* buffers_;
   int barrier_;
-  int next_ = 0;
+  int round_ = 0;
 };
 
 // One bit a value, set unless the value is negative or zero, for 64 x 64 of them: a thread has two
@@ -105,47 +119,79 @@ class ChunkEpilogue {
   __device__ __forceinline__ ChunkEpilogue(int warpgroup, const GemmShared<Gemm>& shared)
       : barrier_(1 + warpgroup), chunks_(shared.buffers(warpgroup), barrier_) {}
 
-  // f(values, row, column, c) for every chunk that lies in the result; c: its column in the tile.
-  // One piece of code for all chunks: the sums move up in their registers, a few hundred moves for
-  // a tile, where unrolled code would be four times as long (in the instruction cache, and to
-  // compile).
-  template <typename F>
+  // Chunks that lie in the result, `kTogether` of a row at a time:
+  //   f(values, row, column, c, i) for the i-th of them; c: its column in the tile
+  //   done(row, column) behind them, with the place of the first
+  // kUnrolled: every chunk has code of its own. Else there is one piece of code for all, and the
+  // sums move up in their registers: a few hundred moves for a tile, but a quarter of the
+  // instructions (to fetch, and to compile).
+  template <bool kUnrolled, int kTogether, typename F, typename Done>
   static __device__ __forceinline__ void for_chunks(typename Gemm::Sums* sums, int row, int column,
-                                                    int rows, int columns, F f) {
-    constexpr int kOfRow = Gemm::kTileColumns / kChunk;
+                                                    int rows, int columns, F f, Done done) {
+    constexpr int kOfRow = Gemm::kTileColumns / kChunk, kCount = Gemm::kHalves * kOfRow;
+    static_assert(kOfRow % kTogether == 0);
+    auto chunks_from = [&](int chunk) {
+      const int c = chunk % kOfRow * kChunk;
+      const int at_row = row + chunk / kOfRow * kWgmmaRows, at_column = column + c;
+      const bool is_inside = at_row < rows && at_column < columns;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        float values[kValues];
+        take_chunk<kUnrolled>(sums, chunk + i, values);
+        // (Beyond the last column the copy engine stores nothing.)
+        if (is_inside) f(values, at_row, at_column + i * kChunk, c + i * kChunk, i);
+      }
+      if (is_inside) done(at_row, at_column);
+    };
+    if constexpr (kUnrolled) {
+#pragma unroll
+      for (int chunk = 0; chunk < kCount; chunk += kTogether) chunks_from(chunk);
+    } else {
 #pragma unroll 1
-    for (int chunk = 0; chunk < Gemm::kHalves * kOfRow; ++chunk) {
-      const int h = chunk / kOfRow, c = chunk % kOfRow * kChunk;
-      float values[kValues];
-      take_chunk(sums, values);
-      const int at_row = row + h * kWgmmaRows, at_column = column + c;
-      if (at_row < rows && at_column < columns) f(values, at_row, at_column, c);
+      for (int chunk = 0; chunk < kCount; chunk += kTogether) chunks_from(chunk);
     }
   }
 
-  // The first chunk's sums; those of the others move to its place.
-  static __device__ __forceinline__ void take_chunk(typename Gemm::Sums* sums,
+  // The sums of a chunk: in their place, or those of the first, to whose place the others move up.
+  template <bool kInPlace>
+  static __device__ __forceinline__ void take_chunk(typename Gemm::Sums* sums, int chunk,
                                                     float (&values)[kValues]) {
     constexpr int kOfHalf = Gemm::kSums, kAll = Gemm::kHalves * kOfHalf;
+    const int from = kInPlace ? chunk * kValues : 0;
 #pragma unroll
-    for (int i = 0; i < kAll; ++i) {
-      if (i < kValues) values[i] = sums->values[0][i];
-      const int next = i + kValues;
-      if (next < kAll)
+    for (int i = 0; i < kValues; ++i)
+      values[i] = sums->values[(from + i) / kOfHalf][(from + i) % kOfHalf];
+    if constexpr (!kInPlace) {
+#pragma unroll
+      for (int i = 0; i + kValues < kAll; ++i) {
+        const int next = i + kValues;
         sums->values[i / kOfHalf][i % kOfHalf] = sums->values[next / kOfHalf][next % kOfHalf];
+      }
     }
   }
 
-  __device__ __forceinline__ void store(const TensorMap& map, const float (&values)[kValues],
-                                        int row, int column) {
+  __device__ __forceinline__ void write(const float (&values)[kValues], int slot) {
     uint32_t pairs[kChunkPairs];
 #pragma unroll
     for (int i = 0; i < kChunkPairs; ++i) pairs[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
-    chunks_.store(map, pairs, row, column);
+    chunks_.write(pairs, slot);
   }
 
+  // Sends what a round has of one matrix.
+  template <int kTogether>
+  __device__ __forceinline__ void send(const TensorMap& map, int row, int column) {
+    chunks_.send_round([&](auto send) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) send(map, i, row, column + i * kChunk);
+    });
+  }
+
+  // Chunks of a row that are sent together.
+  static constexpr int kTogether =
+      Gemm::kTileColumns / kChunk % 2 == 0 ? ChunkStore<Gemm::kNumBuffers>::kRound : 1;
+
   int barrier_;  // of the warpgroup
-  ChunkStore chunks_;
+  ChunkStore<Gemm::kNumBuffers> chunks_;
 };
 
 // The sums as they are.
@@ -158,6 +204,7 @@ template <typename Gemm>
 class PlainEpilogue : public ChunkEpilogue<Gemm> {
  public:
   using Params = PlainEpilogueParams;
+  using ChunkEpilogue<Gemm>::kTogether;
 
   __device__ __forceinline__ PlainEpilogue(const Params& params, int warpgroup,
                                            const GemmShared<Gemm>& shared)
@@ -165,10 +212,12 @@ class PlainEpilogue : public ChunkEpilogue<Gemm> {
 
   __device__ __forceinline__ void finish(typename Gemm::Sums* sums, int row, int column,
                                          int /*split*/) {
-    this->for_chunks(sums, row, column, params_.m, params_.n,
-                     [&](const auto& values, int at_row, int at_column, int) {
-                       this->store(params_.output, values, at_row, at_column);
-                     });
+    this->template for_chunks<true, kTogether>(
+        sums, row, column, params_.m, params_.n,
+        [&](const auto& values, int, int, int, int i) { this->write(values, i); },
+        [&](int at_row, int at_column) {
+          this->template send<kTogether>(params_.output, at_row, at_column);
+        });
   }
 
  private:
@@ -274,9 +323,9 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
     // The choice is made once for all chunks, so that they have no branches.
     with_activation(params_.activation, [&](auto act) {
       if (decltype(act)::kIsLinear || !saves) {
-        write<false>(act, sums, row, column);
+        write_all<false>(act, sums, row, column);
       } else {
-        write<true>(act, sums, row, column);
+        write_all<true>(act, sums, row, column);
       }
     });
   }
@@ -298,18 +347,35 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
   }
 
   template <bool kSaves, typename Act>
-  __device__ __forceinline__ void write(const Act& act, typename Gemm::Sums* sums, int row,
-                                        int column) {
-    this->for_chunks(sums, row, column, params_.m, params_.n,
-                     [&](auto& z, int at_row, int at_column, int c) {
-                       if (params_.bias != nullptr) add_bias(z, bias_ + c);
-                       write_chunk<kSaves>(act, z, at_row, at_column);
-                     });
+  __device__ __forceinline__ void write_all(const Act& act, typename Gemm::Sums* sums, int row,
+                                            int column) {
+    constexpr bool kIsShort = Act::kIsLinear || Act::kIsRelu;
+    constexpr bool kSavesDerivative = kSaves && !Act::kIsRelu;
+    constexpr int kChunks = kSavesDerivative ? 1 : Base::kTogether;
+    this->template for_chunks<kIsShort, kChunks>(
+        sums, row, column, params_.m, params_.n,
+        [&](auto& z, int at_row, int at_column, int c, int i) {
+          if (params_.bias != nullptr) add_bias(z, bias_ + c);
+          write_chunk<kSaves>(act, z, at_row, at_column, i);
+        },
+        [&](int at_row, int at_column) {
+          if constexpr (!kSavesDerivative) {
+            this->template send<kChunks>(params_.output, at_row, at_column);
+          } else if constexpr (kIsRoundOfTwo) {
+            this->chunks_.send_round([&](auto send) {
+              send(params_.output, 0, at_row, at_column);
+              send(params_.saved, 1, at_row, at_column);
+            });
+          } else {
+            this->template send<1>(params_.output, at_row, at_column);
+          }
+        });
   }
 
+  // `slot`: of y.
   template <bool kSaves, typename Act>
   __device__ __forceinline__ void write_chunk(const Act& act, float (&z)[kValues], int row,
-                                              int column) {
+                                              int column, int slot) {
     uint32_t y_pairs[kChunkPairs], derivative_pairs[kChunkPairs];
     // A part at a time: values and derivatives of a whole chunk would not fit beside the sums.
     constexpr int kPart = kValues / 4;
@@ -327,11 +393,16 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
     }
     if constexpr (kSaves && Act::kIsRelu) {
       store_mask(z, params_.mask, params_.mask_stride, row, column, params_.m, params_.n);
+    } else if constexpr (kSaves && kIsRoundOfTwo) {
+      this->chunks_.write(derivative_pairs, 1);
     } else if constexpr (kSaves) {
-      this->chunks_.store(params_.saved, derivative_pairs, row, column);
+      this->chunks_.write(derivative_pairs, 0);
+      this->template send<1>(params_.saved, row, column);
     }
-    this->chunks_.store(params_.output, y_pairs, row, column);
+    this->chunks_.write(y_pairs, slot);
   }
+
+  static constexpr bool kIsRoundOfTwo = ChunkStore<Gemm::kNumBuffers>::kRound == 2;
 
   // A thread fetches so many biases of a tile, a warpgroup apart.
   static constexpr int kBiases = (Gemm::kTileColumns + kWarpgroup - 1) / kWarpgroup;
@@ -345,17 +416,21 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
 };
 
 // What a part of k gives, in float32, for sum_partials.cuh: values[split][row][column], and the
-// sums of a's rows, row_sums[split][row].
+// sums of a's rows, row_sums[split][row]. Or, where there is one part, the result.
 struct PartialsEpilogueParams {
   float* values = nullptr;
-  float* row_sums = nullptr;  // or null
-  int m = 0, n = 0;           // rows and columns
+  float* row_sums = nullptr;                       // or null
+  int64_t values_stride = 0, row_sums_stride = 0;  // between splits
+  void* output = nullptr;                          // contiguous; instead of `values`
+  void* row_sums_output = nullptr;                 // or null
+  int m = 0, n = 0;                                // rows and columns
 };
 
 template <typename Gemm>
 class PartialsEpilogue {
  public:
   using Params = PartialsEpilogueParams;
+  using T = typename Gemm::Element;
   static constexpr bool kSumsRows = true;
 
   __device__ __forceinline__ PartialsEpilogue(const Params& params, int /*warpgroup*/,
@@ -366,23 +441,37 @@ class PartialsEpilogue {
 
   __device__ __forceinline__ void store_row_sums(const typename Gemm::Sums& sums, int row,
                                                  int split) const {
-    if (params_.row_sums == nullptr || threadIdx.x % 4 != 0) return;
+    if (threadIdx.x % 4 != 0) return;
 #pragma unroll
     for (int h = 0; h < Gemm::kHalves; ++h) {
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
         const int at = row + wgmma_row_of_thread() + h * kWgmmaRows + 8 * lower;
-        if (at < params_.m)
-          params_.row_sums[int64_t{split} * params_.m + at] = sums.of_rows[h][2 * lower];
+        if (at >= params_.m) continue;
+        const float sum = sums.of_rows[h][2 * lower];
+        if (params_.row_sums != nullptr)
+          params_.row_sums[split * params_.row_sums_stride + at] = sum;
+        if (params_.row_sums_output != nullptr)
+          static_cast<T*>(params_.row_sums_output)[at] = from_compute<T>(sum);
       }
     }
   }
 
   __device__ __forceinline__ void finish(const typename Gemm::Sums* sums, int row, int column,
                                          int split) const {
+    if (params_.output != nullptr) {
+      store(sums, static_cast<T*>(params_.output), row, column);
+    } else {
+      store(sums, params_.values + split * params_.values_stride, row, column);
+    }
+  }
+
+ private:
+  template <typename Element>
+  __device__ __forceinline__ void store(const typename Gemm::Sums* sums, Element* to, int row,
+                                        int column) const {
     const int quad_lane = static_cast<int>(threadIdx.x) % 4;
     const int own_row = row + wgmma_row_of_thread();
-    const int64_t first_row = int64_t{split} * params_.m;
     const bool pairs = params_.n % 2 == 0;  // and aligned
 #pragma unroll
     for (int h = 0; h < Gemm::kHalves; ++h) {
@@ -390,25 +479,30 @@ class PartialsEpilogue {
       for (int lower = 0; lower < 2; ++lower) {
         const int at = own_row + h * kWgmmaRows + 8 * lower;
         if (at >= params_.m) continue;
-        float* const values = params_.values + (first_row + at) * params_.n;
+        Element* const values = to + int64_t{at} * params_.n;
 #pragma unroll
         for (int group = 0; group < Gemm::kTileColumns / 8; ++group) {
           const float first = sums->values[h][4 * group + 2 * lower];
           const float second = sums->values[h][4 * group + 2 * lower + 1];
           const int at_column = column + 8 * group + 2 * quad_lane;
           if (pairs) {
-            if (at_column < params_.n)
-              *reinterpret_cast<float2*>(values + at_column) = make_float2(first, second);
+            if (at_column < params_.n) store_pair(values + at_column, first, second);
           } else {
-            if (at_column < params_.n) values[at_column] = first;
-            if (at_column + 1 < params_.n) values[at_column + 1] = second;
+            if (at_column < params_.n) values[at_column] = from_compute<Element>(first);
+            if (at_column + 1 < params_.n) values[at_column + 1] = from_compute<Element>(second);
           }
         }
       }
     }
   }
 
- private:
+  static __device__ __forceinline__ void store_pair(float* to, float first, float second) {
+    *reinterpret_cast<float2*>(to) = make_float2(first, second);
+  }
+  static __device__ __forceinline__ void store_pair(T* to, float first, float second) {
+    *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(first, second);
+  }
+
   const Params& params_;
 };
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ uint32_t halves_of_bits(uint32_t bits) {
 // 64 rows x 64 values of k of a, in the registers of a warpgroup: `words[k / 16]` as wgmma() takes
 // them.
 struct GemmFragments {
-  uint32_t words[kGemmK / kWgmmaK][4];
+  uint32_t words[kGemmK / kWgmmaK][4] = {};
 
   // Products read these registers while the threads go on, which the compiler does not know: called
   // behind wgmma_wait(), this keeps it from using them for something else before.

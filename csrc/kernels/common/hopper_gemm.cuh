@@ -12,7 +12,8 @@
 // them and the copy engine delivers it to all.
 //
 // a may be multiplied by something element by element on the way (gemm_scale.cuh), and summed up
-// over k.
+// over k. Or the products of a second pair of factors are added: a row of x and one of x @ A.T side
+// by side, without the two being anywhere in memory together (LoRA).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -33,6 +34,12 @@ namespace fusedcuda {
 constexpr int kGemmThreads = 3 * kWarpgroup;
 constexpr int kOnesColumns = 8;
 
+struct GemmFactors {
+  TensorMap a, b;
+  TensorMap scale;             // what a is multiplied by
+  TensorMap extra_a, extra_b;  // the second pair
+};
+
 // Dynamic shared memory of a kernel. Each computing warpgroup has buffers for what it stores and
 // room for the bias of a tile (no product with a scaled factor has one).
 template <typename Gemm>
@@ -40,7 +47,7 @@ class GemmShared {
  public:
   static constexpr int kOnesBytes = Gemm::kScaleBytes == 0 ? 0 : kOnesColumns * kSwizzleBytes;
   static constexpr int kBuffers = Gemm::kNumStages * Gemm::kStageBytes;
-  static constexpr int kOnes = kBuffers + 2 * kGemmBuffersBytes;
+  static constexpr int kOnes = kBuffers + 2 * Gemm::kBuffersBytes;
   static constexpr int kBias = kOnes + kOnesBytes;
   static constexpr int kBiasBytes =
       Gemm::kScaleBytes > 0 ? 0 : 2 * Gemm::kTileColumns * static_cast<int>(sizeof(float));
@@ -50,7 +57,7 @@ class GemmShared {
 
   __device__ __forceinline__ unsigned char* tiles() const { return base_; }
   __device__ __forceinline__ unsigned char* buffers(int warpgroup) const {
-    return base_ + kBuffers + warpgroup * kGemmBuffersBytes;
+    return base_ + kBuffers + warpgroup * Gemm::kBuffersBytes;
   }
   // A factor of eight rows whose elements are all 1.
   __device__ __forceinline__ unsigned char* ones() const { return base_ + kOnes; }
@@ -65,9 +72,10 @@ class GemmShared {
   unsigned char* base_ = static_cast<unsigned char*>(dynamic_shared());
 };
 
-// What a kernel is compiled for. kRows: of a tile for each computing warpgroup.
+// What a kernel is compiled for. kRows: of a tile for each computing warpgroup. kBuffers: of a
+// warpgroup's epilogue, of 64 x 64 elements each.
 template <typename T, int kRows, int kColumns, bool kInTurns, int kCluster, int kStages,
-          bool kAKInner, bool kBKInner, GemmScale kScale = GemmScale::kNone>
+          bool kAKInner, bool kBKInner, GemmScale kScale = GemmScale::kNone, int kBuffers = 2>
 struct HopperGemm {
   using Element = T;
   static_assert(sizeof(T) == 2);
@@ -80,6 +88,8 @@ struct HopperGemm {
   static constexpr int kClusterBlocks = kCluster;
   static constexpr int kHalves = kRows / kWgmmaRows;  // of what a warpgroup has of a tile
   static constexpr int kSums = kColumns / 2;          // a thread's, of 64 rows
+  static constexpr int kNumBuffers = kBuffers;
+  static constexpr int kBuffersBytes = kBuffers * kGemmBufferBytes;
 
   static constexpr int kABytes = kTileRows * kSwizzleBytes;
   static constexpr int kBBytes = kTileColumns * kSwizzleBytes;
@@ -133,29 +143,30 @@ struct HopperGemm {
   // since the compiler then knows that addresses are the same for the warp, as the engine wants
   // them.)
 
-  static __device__ __forceinline__ void load(const TensorMap& a, const TensorMap& b,
-                                              const TensorMap& scale, unsigned char* tiles,
+  static __device__ __forceinline__ void load(const GemmFactors& factors, unsigned char* tiles,
                                               Stages* stages, const GemmTiles& tiling) {
     const unsigned rank = kCluster == 1 ? 0 : cluster_rank();
     Position at;
-    for (int64_t index = first_tile(); index < tiling.count(); index += tile_step()) {
+    for (int index = first_tile(); index < tiling.count; index += tile_step()) {
       const GemmTile tile = tiling.at(index);
       const int row = (tile.row * kCluster + static_cast<int>(rank)) * kTileRows;
-      const int end = tiling.first_block(tile.split + 1);
+      const int end = tiling.end_block(tile.split);
       for (int block = tiling.first_block(tile.split); block < end; ++block, at.advance()) {
         unsigned char* const stage = tiles + at.stage * kStageBytes;
         Mbarrier* const full = &stages->full[at.stage];
-        const int k = block * kGemmK;
+        const bool is_extra = kScale == GemmScale::kNone && block >= tiling.k_blocks;
+        const int k = (is_extra ? block - tiling.k_blocks : block) * kGemmK;
         stages->empty[at.stage].wait(at.parity ^ 1);
         if (!is_elected_lane()) continue;
         full->arrive_and_expect(kStageBytes);
-        load_a(a, stage, full, row, k);
-        load_b(b, stage + kABytes, full, tile.column * kTileColumns, k, rank);
+        load_a(is_extra ? factors.extra_a : factors.a, stage, full, row, k);
+        load_b(is_extra ? factors.extra_b : factors.b, stage + kABytes, full,
+               tile.column * kTileColumns, k, rank);
         if constexpr (kScale == GemmScale::kElements)
-          load_a(scale, stage + kABytes + kBBytes, full, row, k);
+          load_a(factors.scale, stage + kABytes + kBBytes, full, row, k);
         if constexpr (kScale == GemmScale::kMask) {
           // (The copy engine takes boxes that begin at a multiple of 16 bytes.)
-          load_box(&scale, stage + kABytes + kBBytes, full, kAKInner ? row : k,
+          load_box(&factors.scale, stage + kABytes + kBBytes, full, kAKInner ? row : k,
                    (kAKInner ? k : row) / 8 / kByteBoxColumns * kByteBoxColumns);
         }
       }
@@ -164,8 +175,8 @@ struct HopperGemm {
 
   // --- Consumers: a warpgroup
 
-  // The sums of the warpgroup's `tile`-th tile (0, 1, ...), over the blocks [first_block, end) of k.
-  // kSumsRows: also the sums of a's rows.
+  // The sums of the warpgroup's `tile`-th tile (0, 1, ...), over the blocks [first_block, end) of
+  // k. kSumsRows: also the sums of a's rows.
   template <bool kSumsRows>
   static __device__ __forceinline__ void multiply(const GemmShared<HopperGemm>& shared, int tile,
                                                   int first_block, int end, int warpgroup,
@@ -185,8 +196,12 @@ struct HopperGemm {
 
   // --- Tiles: clusters take them in turns
 
-  static __device__ __forceinline__ int64_t first_tile() { return blockIdx.x / kCluster; }
-  static __device__ __forceinline__ int64_t tile_step() { return gridDim.x / kCluster; }
+  static __device__ __forceinline__ int first_tile() {
+    return static_cast<int>(blockIdx.x) / kCluster;
+  }
+  static __device__ __forceinline__ int tile_step() {
+    return static_cast<int>(gridDim.x) / kCluster;
+  }
 
  private:
   static __device__ __forceinline__ void release(Stages* stages, int stage) {
@@ -214,39 +229,43 @@ struct HopperGemm {
     release(stages, previous);
   }
 
-  // While products run, the next fragments are prepared.
+  // While the products of a block run, the fragments of the next are prepared and its products
+  // started.
   template <bool kSumsRows>
   static __device__ __forceinline__ void multiply_scaled(const GemmShared<HopperGemm>& shared,
                                                          int first_block, int end, int warpgroup,
                                                          Position* at, Sums* sums) {
     Stages* const stages = shared.stages();
     const int first_row = warpgroup * kRows;
-    auto prepare = [&](const Position& position, int block, GemmFragments(&fragments)[kHalves]) {
-      stages->full[position.stage].wait(position.parity);
+    int previous_stage = 0;
+    auto step = [&](int block, GemmFragments(&own)[kHalves], GemmFragments(&previous)[kHalves]) {
+      const unsigned char* const stage = shared.tiles() + at->stage * kStageBytes;
+      stages->full[at->stage].wait(at->parity);
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        load_scaled(shared.tiles() + position.stage * kStageBytes, first_row + h * kWgmmaRows,
-                    block, &fragments[h]);
+      for (int h = 0; h < kHalves; ++h)
+        load_scaled(stage, first_row + h * kWgmmaRows, block, &own[h]);
+      start_products<kSumsRows>(stage, own, shared.ones(), block > first_block, sums);
+      if (block > first_block) {
+        wgmma_wait<1>();  // for all but those
+#pragma unroll
+        for (GemmFragments& fragments : previous) fragments.keep();
+        release(stages, previous_stage);
       }
-    };
-    GemmFragments fragments[kHalves], next[kHalves];
-    prepare(*at, first_block, fragments);
-    for (int block = first_block; block < end; ++block) {
-      const int stage = at->stage;
-      start_products<kSumsRows>(shared.tiles() + stage * kStageBytes, fragments, shared.ones(),
-                                block > first_block, sums);
+      previous_stage = at->stage;
       at->advance();
-      if (block + 1 < end) prepare(*at, block + 1, next);
-      // What has been read here the copy engine will overwrite.
-      fence_shared_for_copies();
-      wgmma_wait<0>();
-      release(stages, stage);
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        fragments[h].keep();  // until here the products read their registers
-        fragments[h] = next[h];
-      }
+    };
+    GemmFragments even[kHalves], odd[kHalves];
+    for (int block = first_block; block < end; block += 2) {
+      step(block, even, odd);
+      if (block + 1 < end) step(block + 1, odd, even);
     }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      even[h].keep();
+      odd[h].keep();
+    }
+    release(stages, previous_stage);
   }
 
   template <bool kSumsRows>
@@ -359,26 +378,24 @@ struct HopperGemm {
   }
 };
 
-// The body of a kernel: sets up the stages and gives every warpgroup its part. `scale` is what a is
-// multiplied by (or any other description). A computing warpgroup makes an
-// Epilogue(params, warpgroup, shared), and for every tile, with the place in the result of what the
-// warpgroup has of it, calls
+// The body of a kernel: sets up the stages and gives every warpgroup its part. A computing
+// warpgroup makes an Epilogue(params, warpgroup, shared), and for every tile, with the place in the
+// result of what the warpgroup has of it, calls
 //   epilogue.prepare(column);                    // before the products
 //   epilogue.finish(&sums, row, column, split);  // behind them; may change them
 // Epilogue::kSumsRows: whether it wants the sums of a's rows; with the first column of tiles it
 // gets
 //   epilogue.store_row_sums(sums, row, split);
 template <typename Gemm, typename Epilogue>
-__device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
-                                         const TensorMap& scale, const GemmTiles& tiling,
+__device__ __forceinline__ void run_gemm(const GemmFactors& factors, const GemmTiles& tiling,
                                          const typename Epilogue::Params& params) {
   const GemmShared<Gemm> shared;
   typename Gemm::Stages* const stages = shared.stages();
   // -1: the producer. (By a shuffle, so that the compiler knows it to be the same for the warp.)
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0) - 1;
   if (threadIdx.x == 0) {
-    prefetch_tensor_map(&a);
-    prefetch_tensor_map(&b);
+    prefetch_tensor_map(&factors.a);
+    prefetch_tensor_map(&factors.b);
     for (int s = 0; s < Gemm::kNumStages; ++s) {
       stages->full[s].init(1);
       stages->empty[s].init(Gemm::kReaders);
@@ -398,7 +415,7 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
   wait_for_previous_kernel();
   if (warpgroup < 0) {
     give_registers<40>();
-    if (threadIdx.x / kWarpSize == 0) Gemm::load(a, b, scale, shared.tiles(), stages, tiling);
+    if (threadIdx.x / kWarpSize == 0) Gemm::load(factors, shared.tiles(), stages, tiling);
     __syncwarp();  // the barrier below is one of whole warps
   } else {
     take_registers<232>();
@@ -406,10 +423,10 @@ __device__ __forceinline__ void run_gemm(const TensorMap& a, const TensorMap& b,
     Epilogue epilogue(params, warpgroup, shared);
     const unsigned rank = Gemm::kClusterBlocks == 1 ? 0 : cluster_rank();
     int turn = 0, own_tiles = 0;
-    for (int64_t index = Gemm::first_tile(); index < tiling.count(); index += Gemm::tile_step()) {
+    for (int index = Gemm::first_tile(); index < tiling.count; index += Gemm::tile_step()) {
       const GemmTile tile = tiling.at(index);
       const int first_block = tiling.first_block(tile.split);
-      const int end = tiling.first_block(tile.split + 1);
+      const int end = tiling.end_block(tile.split);
       if (Gemm::kTakesTurns && turn++ % 2 != warpgroup) {
         at.advance(end - first_block);
         continue;
