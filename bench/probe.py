@@ -3,7 +3,8 @@
 A call with an epilogue that "works" may still run a second kernel, or be slower than the product
 and an elementwise kernel together, or treat NaN in another way than torch. For every element type
 and epilogue this counts the kernels of a call, times it against the plain product, and compares the
-result with torch's. Then, for layouts and alignments: how much slower the product becomes.
+result with torch's. Then, for layouts and alignments: how much slower the product becomes, and
+whether a 16-bit one is rounded before the bias is added to it.
 
 Writes fusedcuda/data/cublaslt_<gpu>.json, which the package chooses by, and prints it as a table.
 """
@@ -11,6 +12,7 @@ Writes fusedcuda/data/cublaslt_<gpu>.json, which the package chooses by, and pri
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import struct
@@ -30,6 +32,7 @@ from fusedcuda._cublaslt import ARITHMETIC, EPILOGUES, TYPES
 BYTES_PER_US = 4e6  # of an elementwise kernel on an H200
 MOST_ERROR = 0.02  # a bfloat16's rounding, with room; a wrong layout or formula is far beyond
 SPECIALS = "of nan, inf, -inf"
+MASK = "mask of nan, 0"
 SIZES = (8192, 1024, 512)  # m, n, k: an epilogue of its own would cost about as much again
 
 
@@ -170,7 +173,7 @@ def recommended(problem: Problem) -> str | None:
         return None
     try:
         _cublaslt.run(problem.to_hex(), "", Operands.make(problem).as_bytes())
-    except RuntimeError as error:  # (float64 with a ReLU: recommended, and not supported)
+    except RuntimeError as error:
         print(f"recommended and refused: {problem}: {error}", flush=True)
         return None
     torch.cuda.synchronize()
@@ -271,7 +274,23 @@ def special_values(arithmetic: str, epilogue: str) -> dict[str, Any]:
         first.copy_(specials)
         operands.aux.zero_()
     _cublaslt.run(problem.to_hex(), algorithm, operands.as_bytes())
-    return {SPECIALS: [str(v) for v in operands.output[0, :3].float().tolist()]}
+    special = {SPECIALS: [str(v) for v in operands.output[0, :3].float().tolist()]}
+    if epilogue.startswith("RELU_AUX"):  # z[0, 3] is 0
+        special[MASK] = _bits(operands.aux, problem.n)[0, [0, 3]].tolist()
+    return special
+
+
+def rounds_before_bias(problem: Problem, algorithm: str) -> bool:
+    """Whether 2049 less a bias of 2048 is not 1: 16 bits have no 2049."""
+    operands = Operands.make(problem)
+    a = operands.a[:, : problem.k] if problem.a_k_is_inner else operands.a[:, : problem.m].mT
+    b = operands.b[:, : problem.k] if problem.b_k_is_inner else operands.b[:, : problem.n].mT
+    a.zero_()
+    b.fill_(1)
+    a[:, 0], a[:, 1] = 2048, 1
+    operands.bias.fill_(-2048)
+    _cublaslt.run(problem.to_hex(), algorithm, operands.as_bytes())
+    return bool((operands.output != 1).any())
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -305,6 +324,9 @@ def probe_epilogue(arithmetic: str, epilogue: str) -> dict[str, Any]:
     # max(z, 0) that loses a NaN would hide a diverged model (pytorch#7999).
     if epilogue.startswith("RELU") and row.get(SPECIALS, ["nan"])[0] != "nan":
         return row | {"fused": False, "why": "NaN is lost"}
+    # The gradient of torch's ReLU passes where z is NaN, and not where it is 0.
+    if row.get(MASK, [True, False]) != [True, False]:
+        return row | {"fused": False, "why": "another mask than torch's"}
     return row | {"fused": True}
 
 
@@ -329,12 +351,15 @@ def probe_epilogues() -> dict[str, dict[str, Any]]:
 
 
 def probe_layouts() -> list[dict[str, Any]]:
-    """Which factor is stored how, and how far apart its rows are."""
+    """Which factor is stored how, how far apart its rows are, and sizes that are odd."""
+    m, n, k = SIZES
+    variants: list[dict[str, Any]] = [{"pitch": pitch} for pitch in (0, 8, 4, 2, 1)]
+    variants += [{"sizes": sizes} for sizes in ((m, n - 1, k), (m, n, k - 1), (33, 40, k - 1))]
     rows = []
     for arithmetic in ("float32", "tf32", "bfloat16"):
         for a_inner, b_inner in ((True, True), (True, False), (False, False)):
-            for pitch in (0, 8, 4, 2, 1):
-                layout = {"a_k_is_inner": a_inner, "b_k_is_inner": b_inner, "pitch": pitch}
+            for variant in variants:
+                layout = {"a_k_is_inner": a_inner, "b_k_is_inner": b_inner, **variant}
                 for epilogue in ("DEFAULT", "RELU_BIAS"):
                     problem = make_problem(arithmetic, epilogue, **layout)
                     algorithm = recommended(problem)
@@ -342,6 +367,8 @@ def probe_layouts() -> list[dict[str, Any]]:
                     if algorithm is not None:
                         operands = Operands.make(problem)
                         row["us"] = round(time_us(problem, algorithm, operands), 2)
+                        if (arithmetic, epilogue) == ("bfloat16", "RELU_BIAS"):
+                            row["rounds first"] = rounds_before_bias(problem, algorithm)
                     rows.append(row)
                     print(row, flush=True)
     return rows
@@ -370,6 +397,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {
         "card": card,
         "cublaslt": _cublaslt.version(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
         "m, n, k": SIZES,
         "epilogues": epilogues,
         "layouts": probe_layouts(),

@@ -88,7 +88,9 @@ def test_gelu_is_the_exact_one_and_gelu_tanh_is_not(device):
             near(slopes[activation], torch.autograd.grad(expected.sum(), wide)[0], 1e-5)
         gap = (outputs["gelu"] - outputs["gelu_tanh"]).abs()
         assert gap.max().item() == pytest.approx(4.732e-4, abs=2e-6)
-        assert x[gap.argmax()].abs().item() == pytest.approx(2.7, abs=0.02)
+        # So flat is it there that the roundings of float32 decide where it is largest.
+        if dtype == f64:
+            assert x[gap.argmax()].abs().item() == pytest.approx(2.7, abs=0.02)
         near(outputs["gelu"][1200], 1.9544997, 1e-6)
         near(outputs["gelu_tanh"][1200], 1.9545977, 1e-6)
         assert (slopes["gelu"] - slopes["gelu_tanh"]).abs().max() > 5e-5

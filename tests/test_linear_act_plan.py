@@ -94,6 +94,25 @@ def test_rows_that_are_not_aligned_are_padded(use):
     assert PAD not in forward(k=479)
 
 
+def test_cublaslt_is_asked_for_what_the_probe_saw_it_fuse(use):
+    """The package has told the kernels its table."""
+    use("cublaslt")
+    bias_apart = ["torch.copy_", "cublasLtMatmul"]
+    for dtype, given, made_by in (
+        (torch.bfloat16, {}, ["cublasLtMatmul"]),
+        (torch.bfloat16, {"saves": True}, ["cublasLtMatmul", "act_rows_kernel"]),
+        (torch.bfloat16, {"k": 479}, [*bias_apart, "act_rows_kernel"]),
+        (torch.bfloat16, {"n": 127}, [*bias_apart, "act_rows_kernel"]),
+        (torch.float32, {"n": 127}, ["cublasLtMatmul"]),
+        (torch.float64, {}, [*bias_apart, "act_rows_kernel"]),
+        (torch.float64, {"activation": "none"}, bias_apart),
+    ):
+        assert forward(dtype=dtype, **given) == made_by
+    apart = ["act_rows_kernel", "torch.sum", "cublasLtMatmul", "cublasLtMatmul"]
+    for dtype in (torch.float32, *HALVES):
+        assert kernels(backward(dtype=dtype)) == apart
+
+
 def test_what_our_own_product_does_not_take(use):
     use("hopper")
     assert OWN not in forward(dtype=torch.float32)
@@ -127,7 +146,8 @@ def test_gradient_of_a_hidden_layer(use):
     given = (empty(m, n), empty(m, k), empty(hidden, k), empty(m, hidden), empty(m, hidden))
     silu = ACTIVATIONS["silu"]
     plan = ops.mlp_backward_plan(*given, empty(n, hidden), silu, 0b11111, False)
-    assert kernels(steps_of(plan)) == ["cublasLtMatmul", "cublasLtMatmul", OWN_BWD]
+    second = ["torch.sum", "cublasLtMatmul"]  # db2, dw2
+    assert kernels(steps_of(plan)) == [*second, "cublasLtMatmul", OWN_BWD]
 
 
 def test_the_gradient_of_the_weight_is_split(use):

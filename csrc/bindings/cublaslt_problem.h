@@ -146,6 +146,7 @@ inline bool sums_output(cublasLtEpilogue_t epilogue) { return epilogue & kBiasGr
 inline bool uses_bias(cublasLtEpilogue_t epilogue) {
   return epilogue & (CUBLASLT_EPILOGUE_BIAS | kBiasGradientBit | CUBLASLT_EPILOGUE_BGRADB);
 }
+inline bool adds_bias(cublasLtEpilogue_t epilogue) { return epilogue & CUBLASLT_EPILOGUE_BIAS; }
 inline bool has_activation(cublasLtEpilogue_t epilogue) {
   return epilogue & (CUBLASLT_EPILOGUE_RELU | CUBLASLT_EPILOGUE_GELU | kAuxBit);
 }

@@ -1,5 +1,5 @@
-// Which epilogues cuBLASLt really fuses: a call that works may still run a second kernel, which is
-// no faster than one of our own.
+// Which epilogues cuBLASLt really fuses, and exactly: a call that works may still run a second
+// kernel, which is no faster than one of our own, or round in between.
 #pragma once
 
 #include <array>
@@ -8,6 +8,20 @@
 #include "cublaslt_problem.h"
 
 namespace fusedcuda {
+
+// Why a product may not have its bias in the epilogue. On an H200 (cuBLASLt 13.1) RELU_AUX_BIAS
+// rounded 16-bit products whose rows do not start at multiples of 16 bytes before it added the
+// bias, and again after it: wrong where the two nearly cancel. No epilogue with a bias is trusted
+// there; a residual may lie anywhere.
+inline const char* rounds_before_bias(const MatmulProblem& p) {
+  const bool half = p.output_type == CUDA_R_16F || p.output_type == CUDA_R_16BF;
+  if (!half || !adds_bias(p.epilogue)) return nullptr;
+  const int64_t elements = p.n | p.k | p.a_stride | p.b_stride | p.output_stride | p.a_batch |
+                           p.b_batch | p.output_batch;
+  const int32_t aligned = p.a_alignment & p.b_alignment & p.output_alignment;
+  if (elements % 8 == 0 && aligned == 16) return nullptr;
+  return "a bias in the epilogue is exact only where rows start at multiples of 16 bytes";
+}
 
 class EpilogueSupport {
  public:

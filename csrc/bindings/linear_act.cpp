@@ -260,7 +260,8 @@ class TwoLayerBackward {
     LinearBackward& first = mlp_.first;
     first.layer = target_.settle(first_.layer(), arguments.low_precision);
     first.activation = activation_of(kOp, arguments.activation);
-    if (first.activation == Activation::kNone) fail(kOp, ": there must be an activation");
+    if (first.activation == Activation::kNone)
+      fail(kOp, ": saved belongs to an activation, and there is none");
     first.saves = saved_for_backward(first.activation, first.layer.dtype);
     first.saved = first_.saved(arguments.saved, first.saves);
     const bool wants_first = arguments.mask & 7;

@@ -75,11 +75,18 @@ inline bool try_hopper(const LinearForward& f, StepPlanner& planner) {
 // The epilogue that makes y and keeps what is to be saved; nothing, and why, if there is none.
 inline std::optional<cublasLtEpilogue_t> fused_epilogue(Activation activation, bool has_bias,
                                                         SavedForBackward saves, const char** why) {
-  *why = "cuBLASLt has no epilogue for this activation";
-  const auto epilogue = forward_epilogue(activation, has_bias, saves != SavedForBackward::kNone);
-  if (!epilogue || saves != SavedForBackward::kDerivative) return epilogue;
-  *why = "cuBLASLt has no epilogue that keeps the derivative";
-  return std::nullopt;
+  switch (saves) {
+    case SavedForBackward::kMask:
+      // Its bits say z >= 0 (measured on an H200): set where z is 0, not set where it is NaN.
+      *why = "cuBLASLt's mask lets the gradient pass where a ReLU's input is 0";
+      return std::nullopt;
+    case SavedForBackward::kDerivative:
+      *why = "cuBLASLt has no epilogue that keeps the derivative";
+      return std::nullopt;
+    default:
+      *why = "cuBLASLt has no epilogue for this activation";
+      return forward_epilogue(activation, has_bias, saves != SavedForBackward::kNone);
+  }
 }
 
 inline ActRowsParams act_of_z(const LinearForward& f, const LinearMatrix& z) {

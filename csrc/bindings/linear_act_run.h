@@ -29,6 +29,9 @@ const Step* run_steps(const Steps& steps, Runner& runner) {
       case StepKind::kProduct:
         runner.product(step.matmul);
         break;
+      case StepKind::kBiasRows:
+        runner.bias_rows(step.bias_rows);
+        break;
       case StepKind::kActRows:
         runner.act_rows(step.rows);
         break;
@@ -74,6 +77,8 @@ inline const char* kernel_name(const Step& step) {
       return "linear_act_dx_kernel_sm90, linear_act_dweight_kernel_sm90";
     case StepKind::kProduct:
       return "torch.matmul";
+    case StepKind::kBiasRows:
+      return "torch.copy_";
     case StepKind::kActRows:
       return "act_rows_kernel";
     case StepKind::kSum:
@@ -108,6 +113,9 @@ inline std::string describe(const Step& step) {
   const bool is_hopper = step.kind == StepKind::kHopper || step.kind == StepKind::kHopperBwd;
   const cublasLtEpilogue_t epilogue = step.matmul.problem.epilogue;
   const bool in_epilogue = is_matmul && epilogue != CUBLASLT_EPILOGUE_DEFAULT;
+  // c is a residual, or the rows of the bias that the output holds before.
+  const MatmulOperands& operands = step.matmul.operands;
+  const bool adds_residual = is_matmul && operands.c != nullptr && operands.c != operands.output;
   std::string algorithm = "null", tile = "null";
   AlgorithmTraits traits;
   size_t workspace = 0;
@@ -130,8 +138,8 @@ inline std::string describe(const Step& step) {
   return "{" + quoted("kernel") + ": " + quoted(kernel_name(step)) +
          member("what", quoted(step.what)) +
          member("epilogue", in_epilogue ? quoted(name_of(epilogue)) : "null") +
-         member("adds_c", boolean(is_matmul && step.matmul.problem.c_stride > 0)) +
-         member("tile", tile) + member("split_k", std::to_string(traits.split_k)) +
+         member("adds_c", boolean(adds_residual)) + member("tile", tile) +
+         member("split_k", std::to_string(traits.split_k)) +
          member("kernels", std::to_string(num_kernels(step, traits.split_k))) +
          member("workspace_bytes", std::to_string(workspace)) + member("algorithm", algorithm) +
          member("tuned", boolean(step.plan != nullptr && step.plan->tuned())) +

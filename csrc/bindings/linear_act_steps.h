@@ -103,6 +103,7 @@ enum class StepKind {
   kHopper,     // our own product, with everything in its epilogue
   kHopperBwd,  // likewise both products of the gradient
   kProduct,    // torch's product and additions, for what cuBLASLt has no kernel
+  kBiasRows,   // the bias in every row of the output, to which a product is then added
   kActRows,    // y = act(z), or dz = dy act'(z)
   kQuantize,   // y / scale in 8 bits, by torch
   kSum,        // over the rows, by torch
@@ -120,6 +121,13 @@ struct Copy {
   const void* from = nullptr;
   void* to = nullptr;
   size_t bytes = 0;
+};
+
+struct BiasRows {
+  const void* bias = nullptr;
+  int64_t bias_batch = 0;
+  LinearMatrix output;
+  int64_t batch = 1, m = 0, n = 0;
 };
 
 struct Quantize {
@@ -141,6 +149,7 @@ struct Step {
   LinearActBwdConfig bwd_config;
   ActRowsParams rows;
   ColumnSum sum;
+  BiasRows bias_rows;
   Copy copy;
   Quantize quantize;
   PadRowsParams pad;
@@ -163,6 +172,7 @@ struct PlanSource {
   // Why there is no such product, or null.
   const char* find(const MatmulProblem& problem, std::shared_ptr<MatmulPlan>* plan) const {
     if (const char* rule = rule_against(problem)) return rule;
+    if (const char* rule = rounds_before_bias(problem)) return rule;
     if (!support->fuses(problem)) return "cuBLASLt is not known to fuse it";
     if (cache == nullptr) return nullptr;
     *plan = cache->find(context, problem);
@@ -282,13 +292,18 @@ class StepPlanner {
     return &step;
   }
 
-  // The product in any case, where need be by torch. The epilogue adds a bias at most.
+  // The product in any case. The epilogue adds a bias at most; where it cannot, the output holds
+  // the bias before, and where that cannot be either, torch multiplies and adds.
   void matmul(const char* what, const Matmul& matmul, const char* why = nullptr) {
     const MatmulProblem& p = matmul.problem;
     if (p.m == 0 || p.n == 0 || p.batch == 0) return;
     const char* reason;
     if (Step* step = try_matmul(what, matmul, &reason)) {
       step->why = why;
+      return;
+    }
+    if (try_on_bias_rows(what, matmul, reason)) {
+      steps_.back().why = why;
       return;
     }
     Step& step = add(StepKind::kProduct, what, reason);
@@ -344,6 +359,30 @@ class StepPlanner {
   const PlanSource& source() const { return source_; }
 
  private:
+  // Rows of the bias, and the product added to them: what both are is added up before it is
+  // rounded.
+  bool try_on_bias_rows(const char* what, const Matmul& matmul, const char* why) {
+    if (matmul.operands.bias == nullptr || matmul.problem.c_stride > 0) return false;
+    Matmul added = matmul;
+    MatmulProblem& p = added.problem;
+    p.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    p.bias_batch = 0;
+    p.c_stride = p.output_stride;
+    p.c_batch = p.output_batch;
+    p.c_alignment = p.output_alignment;
+    added.operands.bias = nullptr;
+    added.operands.c = added.operands.output;
+    std::shared_ptr<MatmulPlan> plan;
+    if (source_.find(p, &plan) != nullptr) return false;
+    const LinearMatrix output = {added.operands.output, p.output_stride, p.output_batch};
+    add(StepKind::kBiasRows, "bias", why).bias_rows = {
+        matmul.operands.bias, matmul.problem.bias_batch, output, p.batch, p.m, p.n};
+    Step& step = add(StepKind::kMatmul, what);
+    step.matmul = added;
+    step.plan = std::move(plan);
+    return true;
+  }
+
   Step& add(StepKind kind, const char* what, const char* why = nullptr) {
     Step& step = steps_.emplace_back();
     step.kind = kind;

@@ -89,9 +89,10 @@ inline std::string cublaslt_problems() {
 }
 
 // The best `count` algorithms for a problem on the current device in cuBLASLt's order, as a JSON
-// list.
+// list; none for one that is never run.
 inline std::string cublaslt_candidates(std::string problem, int64_t count) {
   const MatmulProblem parsed = parse_problem("cublaslt_candidates", problem);
+  if (rule_against(parsed) != nullptr) return "[]";
   int32_t device;
   check_shim(aoti_torch_get_current_device_index(&device), "the current device");
   const PlanSource source = current_plan_source(device);

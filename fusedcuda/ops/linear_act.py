@@ -15,8 +15,9 @@ Common to ``linear_act``, ``linear_residual`` and ``mlp``:
 - One dtype for all tensors and the output: float64, float32, float16 or bfloat16. Under autocast
   they are cast first, as those of ``torch.nn.functional.linear`` are (float64 is left alone).
 - Added up in float32 (float64 for float64; TF32 where ``torch.backends.cuda.matmul`` allows it) and
-  rounded once. ``allow_low_precision_reduction=True`` lets a product that is split along ``K`` add
-  its parts in 16 bits, as torch's flags of that name do.
+  rounded once; where the activation is a kernel of its own, as ``explain`` says, also before it.
+  ``allow_low_precision_reduction=True`` lets a product that is split along ``K`` add its parts in
+  16 bits, as torch's flags of that name do.
 - ``activation``: none, relu, relu_squared, sigmoid, tanh, gelu (erf), gelu_tanh or silu.
 - Saved for backward: of ``z = x @ weight.T + bias`` one bit an element for relu, nothing for none,
   else ``act'(z)`` in 16 bits, ``z`` itself in float32 and float64; and ``x`` only for the gradient
@@ -119,9 +120,9 @@ def mlp(
     """``act(x @ w1.T + b1) @ w2.T + b2``: two layers, whose backward is one chain.
 
     ``w1`` is ``(H, K)`` and ``w2`` is ``(N, H)``. As :func:`linear_act` of :func:`linear_act`, but
-    backward the derivative of the activation and ``db1`` are made where the gradient of the hidden
-    layer is, which is rounded once, with the derivative. Saved beside the first layer's ``z``: the
-    hidden layer, for the gradient of ``w2``.
+    backward, where that is faster, the derivative of the activation and ``db1`` are made where the
+    gradient of the hidden layer is, which is then rounded once, with the derivative. Saved beside
+    the first layer's ``z``: the hidden layer, for the gradient of ``w2``.
 
     All else: see the head of this module.
 

@@ -2,12 +2,13 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from fake_layer import FakeLayer
+from torch.utils import cpp_extension
 
 from fusedcuda import _build, _toolchain
 
@@ -23,7 +24,7 @@ def cublaslt_header() -> Path:
     return found.header
 
 
-def _compile(source: Path, header: Path, folder: Path) -> Path:
+def _compile(source: Path, header: Path, folder: Path, options: Sequence[str] = ()) -> Path:
     """A library of one C++ file and the headers of csrc."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     home = _toolchain.find_cuda_home(_toolchain.describe_torch(torch), [])
@@ -33,6 +34,7 @@ def _compile(source: Path, header: Path, folder: Path) -> Path:
     command = [compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
     command += [f"-I{_build.csrc_dir()}", f"-I{home / 'include'}"]
     command += ["-idirafter", str(header.parent), str(source), "-o", str(library), "-ldl"]
+    command += options
     subprocess.run(command, check=True)
     return library
 
@@ -46,6 +48,17 @@ def fake_library(cublaslt_header: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="session")
 def entry_library(cublaslt_header: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _compile(HERE / "entry.cpp", cublaslt_header, tmp_path_factory.mktemp("entry"))
+
+
+@pytest.fixture(scope="session")
+def torch_steps(cublaslt_header: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The steps that torch makes, for CPU tensors."""
+    options = _build.host_flags([])
+    options += [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    options += [f"-L{path}" for path in cpp_extension.library_paths()]
+    folder = tmp_path_factory.mktemp("torch")
+    options += ["-ltorch_cpu", "-ltorch", "-lc10"]
+    return ctypes.CDLL(str(_compile(HERE / "torch_steps.cpp", cublaslt_header, folder, options)))
 
 
 @pytest.fixture(scope="session")

@@ -46,11 +46,19 @@ struct SumCall {
   void* sum;
 };
 
+struct BiasRowsCall {
+  int dtype;
+  int64_t batch, m, n, bias_batch, stride, batch_stride;
+  const void* bias;
+  void* output;
+};
+
 struct Callbacks {
   void (*act_rows)(const ActRowsCall*);
   void (*product)(const MatmulProblem*, const MatmulOperands*);
   void (*sum)(const SumCall*);
   void (*quantize)(const Quantize*);
+  void (*bias_rows)(const BiasRowsCall*);
 };
 
 struct Runner {
@@ -88,8 +96,20 @@ struct Runner {
     callbacks.sum(&call);
   }
   void quantize(const Quantize& quantize) { callbacks.quantize(&quantize); }
+  void bias_rows(const BiasRows& b) {
+    const BiasRowsCall call = {
+        static_cast<int>(dtype), b.batch, b.m,          b.n, b.bias_batch, b.output.stride,
+        b.output.batch_stride,   b.bias,  b.output.data};
+    callbacks.bias_rows(&call);
+  }
   void copy(const Copy& copy) { std::memcpy(copy.to, copy.from, copy.bytes); }
 };
+
+// What the kernels expect, and what a test has said.
+EpilogueSupport& support() {
+  static EpilogueSupport known;
+  return known;
+}
 
 struct Output {
   char* text;
@@ -101,10 +121,9 @@ template <typename Plan>
 int run(PlanCache* cache, DType dtype, const Callbacks& callbacks, Output output,
         const Plan& plan) {
   return report_errors(output.text, output.size, [&] {
-    static const EpilogueSupport support;
     PlanSource source;
     source.cache = cache;
-    source.support = &support;
+    source.support = &support();
     Runner runner = {callbacks, dtype};
     const Steps steps = run_planned(plan, source, runner);
     std::snprintf(output.text, output.size, "%s", describe(steps).c_str());
@@ -115,6 +134,12 @@ int run(PlanCache* cache, DType dtype, const Callbacks& callbacks, Output output
 
 // Of the library that is in use from now on.
 EXPORT size_t version() { return CublasLt::get().get_version(); }
+
+EXPORT void forget_support() { support() = EpilogueSupport(); }
+EXPORT void set_support(int type, int compute, int epilogue, bool fused) {
+  support().set(static_cast<cudaDataType_t>(type), static_cast<cublasComputeType_t>(compute),
+                static_cast<cublasLtEpilogue_t>(epilogue), fused);
+}
 
 EXPORT PlanCache* cache_create(size_t capacity) { return new PlanCache(capacity); }
 EXPORT void cache_destroy(PlanCache* cache) { delete cache; }

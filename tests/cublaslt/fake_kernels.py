@@ -107,8 +107,20 @@ ActRowsCall = _structure(
     **dict.fromkeys(["input", "output", "saved"], Pointer),
 )
 Quantize = _structure("Quantize", source=Pointer, target=Pointer, scale=Pointer, count=Long)
+BiasRows = _structure(
+    "BiasRows", bias=Pointer, bias_batch=Long, output=Matrix, batch=Long, m=Long, n=Long
+)
+ColumnSum = _structure("ColumnSum", matrix=Matrix, batch=Long, m=Long, n=Long, sum=Pointer)
 SumCall = _structure(
     "SumCall", dtype=Int, batch=Long, m=Long, n=Long, stride=Long, matrix=Pointer, sum=Pointer
+)
+
+BiasRowsCall = _structure(
+    "BiasRowsCall",
+    dtype=Int,
+    **dict.fromkeys(["batch", "m", "n", "bias_batch", "stride", "batch_stride"], Long),
+    bias=Pointer,
+    output=Pointer,
 )
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -213,11 +225,19 @@ def _quantize(pointer: Any) -> None:
     target.copy_((values / scale).clamp(-448, 448))
 
 
+def _bias_rows(pointer: Any) -> None:
+    call = pointer.contents
+    dtype, shape = DTYPES[call.dtype], (call.batch, call.m, call.n)
+    bias = at(call.bias, dtype, shape, (call.bias_batch, 0, 1))
+    at(call.output, dtype, shape, (call.batch_stride, call.stride, 1)).copy_(bias)
+
+
 _CALLBACKS = (
     ctypes.CFUNCTYPE(None, ctypes.POINTER(ActRowsCall))(_act_rows),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(Problem), ctypes.POINTER(Operands))(_product),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(SumCall))(_sum),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(Quantize))(_quantize),
+    ctypes.CFUNCTYPE(None, ctypes.POINTER(BiasRowsCall))(_bias_rows),
 )
 CALLBACKS = (Pointer * len(_CALLBACKS))(
     *(ctypes.cast(callback, Pointer) for callback in _CALLBACKS)

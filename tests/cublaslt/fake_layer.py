@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from fake_kernels import (
 )
 from torch import Tensor
 
+from fusedcuda._cublaslt import ARITHMETIC
+from fusedcuda._cublaslt import EPILOGUES as ALL_EPILOGUES
 from fusedcuda.ops._activations import ACTIVATIONS
 
 # cublasLtEpilogue_t
@@ -73,6 +76,7 @@ class FakeLayer:
         entry.cache_size.restype = ctypes.c_size_t
         fake.fake_mistake.restype = ctypes.c_char_p
         fake.fake_reset()
+        entry.forget_support()
         self.cache = Pointer(entry.cache_create(ctypes.c_size_t(capacity)))
 
     def close(self) -> None:
@@ -105,6 +109,13 @@ class FakeLayer:
 
     def find_again(self, problem: ctypes.Structure, count: int) -> None:
         self.entry.find_again(self.cache, ctypes.byref(problem), count)
+
+    def use_support(self, path: Path) -> None:
+        """What a table of the probe says is fused."""
+        for name, epilogues in json.loads(path.read_text())["epilogues"].items():
+            for epilogue, measured in epilogues.items():
+                kind = (*ARITHMETIC[name], ALL_EPILOGUES[epilogue])
+                self.entry.set_support(*kind, measured["fused"])
 
     def without_algorithm(self, *epilogues: str) -> None:
         for name in epilogues:

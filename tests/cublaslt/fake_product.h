@@ -122,6 +122,13 @@ inline void save(cudaDataType_t type, char* base, int64_t index, double value) {
   }
 }
 
+// The value that is left of one when it has been written and read.
+inline double stored(cudaDataType_t type, double value) {
+  char element[8];
+  save(type, element, 0, value);
+  return load(type, element, 0);
+}
+
 inline int size_of(cudaDataType_t type) {
   return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : type == CUDA_R_8F_E4M3 ? 1 : 2;
 }
@@ -183,6 +190,9 @@ class Product {
                      get<int64_t>(attributes(), CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, 0);
     const double factor =
         scale(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER) * scale(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER);
+    // As on an H200: 16-bit products whose rows are not multiples of 16 bytes apart.
+    const bool rounds =
+        size_of(d_.type) == 2 && (m | k | a_.stride | b_.stride | d_.stride) % 8 != 0;
     std::vector<double> sums(m, 0.0);
     for (int64_t j = 0; j < n; ++j) {
       double sum_of_b = 0;
@@ -193,7 +203,7 @@ class Product {
         for (int64_t l = 0; l < k; ++l) z += element(a_, a, ta, i, l) * element(b_, b, tb, l, j);
         z *= factor;
         if (beta != 0) z += beta * load(c_.type, c, i + j * c_.stride);
-        if (epilogue & 4) z += load(bias_type, bias, i);
+        if (epilogue & 4) z = (rounds ? stored(d_.type, z) : z) + load(bias_type, bias, i);
         const double y = finish(epilogue, batch, i, j, z);
         sums[i] += y;
         save(d_.type, d, i + j * d_.stride, y * scale(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER));
@@ -215,7 +225,7 @@ class Product {
     if (epilogue & 8) return *byte >> bit & 1 ? z : 0;
     if (epilogue & 64) return z * gelu_slope(load(d_.type, aux, index));
     if (epilogue & 2) {
-      if (epilogue & 128) *byte = static_cast<char>((*byte & ~(1 << bit)) | (z > 0) << bit);
+      if (epilogue & 128) *byte = static_cast<char>((*byte & ~(1 << bit)) | (z >= 0) << bit);
       return z <= 0 ? 0 : z;
     }
     if (epilogue & 32) {

@@ -7,6 +7,7 @@ from fusedcuda.ops._activations import ACTIVATIONS, apply_activation
 
 FUSED = ("relu", "gelu_tanh")  # what cuBLASLt has an epilogue for
 PLAIN = "cublasLtMatmul"  # without epilogue
+ON_BIAS_ROWS = ["torch.copy_", PLAIN]  # the bias, and the product that is added to it
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,

@@ -7,12 +7,14 @@ from fake_layer import FakeLayer
 from linear_operands import (
     FUSED,
     LAYOUTS,
+    ON_BIAS_ROWS,
     PLAIN,
     TOLERANCE,
     check,
     expected,
     expected_gradients,
     kernels,
+    pitched,
     random,
     shifted,
 )
@@ -49,7 +51,7 @@ def test_forward(
     # float32 is expected to fuse what costs nothing.
     half = dtype in (torch.float16, torch.bfloat16)
     single = dtype == torch.float32 and activation == "relu" and not saves
-    fused = activation in FUSED and (half or single)
+    fused = activation in FUSED and (half or single) and not (activation == "relu" and saves)
     assert len(steps) == (1 if fused or activation == "none" else 2)
 
 
@@ -81,12 +83,51 @@ def test_gelu_is_not_its_tanh_form(layer: FakeLayer) -> None:
 def test_layouts_are_read_in_place(
     layer: FakeLayer, x_layout: str, weight_layout: str, batch: tuple[int, ...]
 ) -> None:
-    x = LAYOUTS[x_layout](random(*batch, 17, 24))
+    x = LAYOUTS[x_layout](random(*batch, 40, 24))
     weight = LAYOUTS[weight_layout](random(*batch, 16, 24))
     bias = random(16)
     y, _, steps = layer.forward(x, weight, bias, activation="relu")
     check(y, expected(x, weight, bias, activation="relu")[0])
-    assert kernels(steps) == ["RELU_BIAS"]
+    if {x_layout, weight_layout} & {"odd pitch", "misaligned"}:
+        assert kernels(steps) == [*ON_BIAS_ROWS, "act_rows_kernel"]
+    else:
+        assert kernels(steps) == ["RELU_BIAS"]
+    y, _, steps = layer.forward(x, weight, activation="relu")
+    check(y, expected(x, weight, activation="relu")[0])
+    assert kernels(steps) == ["RELU"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "n", "k"),
+    [((), 24, 16), ((), 7, 16), ((), 12, 16), ((), 24, 13), ((), 1, 2), ((3,), 12, 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh", "silu"])
+def test_a_product_is_not_rounded_before_its_bias(
+    layer: FakeLayer, activation: str, batch: tuple[int, ...], n: int, k: int, dtype: torch.dtype
+) -> None:
+    """Of 2049 both types keep 2048, or 2050: less 2048 that would be 0, or 2."""
+    x = torch.zeros(*batch, 9, k).to(dtype)
+    x[..., -2:] = torch.tensor([2048.0, 1.0])
+    weight, bias = torch.ones(*batch, n, k).to(dtype), torch.full((*batch, n), -2048.0)
+    expect = apply_activation(torch.tensor(1.0), ACTIVATIONS[activation]).to(dtype)
+    for given in ((x, weight), (shifted(x), weight), (pitched(x, 3), pitched(weight, 8))):
+        for saves in (False, DERIVATIVE if activation != "none" else False):
+            y, _, _ = layer.forward(*given, bias.to(dtype), None, activation, saves)
+            assert torch.equal(y, expect.expand(y.shape))
+        residual = torch.full_like(y, 16.0)
+        y, _, _ = layer.forward(*given, bias.to(dtype) - 16.0, residual)
+        assert torch.equal(y, torch.ones_like(y))
+
+
+def test_rows_of_the_bias_say_why(layer: FakeLayer) -> None:
+    x, weight, bias = random(24, 13), random(40, 13), random(40)
+    _, _, steps = layer.forward(x, weight, bias, activation="silu")
+    assert kernels(steps) == [*ON_BIAS_ROWS, "act_rows_kernel"]
+    assert "multiples of 16 bytes" in steps[0]["why"]
+    assert steps[2]["why"] == "cuBLASLt has no epilogue for this activation"
+    assert [step["adds_c"] for step in steps] == [False, False, False]  # which is the residual
 
 
 @pytest.mark.parametrize("m", [1, 2, 24])
@@ -143,11 +184,26 @@ def test_each_product_of_a_batch_has_its_bias(layer: FakeLayer, activation: str)
         assert torch.equal(unpack_mask(saved, 40), (z > 0).flatten(0, 1))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_mask_of_a_relu_is_that_of_torch(layer: FakeLayer, dtype: torch.dtype) -> None:
+    """The gradient passes where z is positive or NaN, not where it is 0 of either sign."""
+    x = torch.tensor([[0.0], [-0.0], [1.0], [-1.0], [torch.nan], [torch.inf], [-torch.inf]])
+    y, saved, steps = layer.forward(
+        x.to(dtype), torch.ones(8, 1, dtype=dtype), activation="relu", saves=True
+    )
+    assert saved is not None
+    passes = torch.tensor([False, False, True, False, True, True, False])
+    assert torch.equal(unpack_mask(saved, 8), passes.unsqueeze(1).expand(7, 8))
+    assert torch.equal(y.isnan(), x.isnan().expand(7, 8))
+    assert kernels(steps) == [PLAIN, "act_rows_kernel"]
+    assert "where a ReLU's input is 0" in steps[1]["why"]
+
+
 def test_biases_of_a_batch_that_cannot_be_aligned(layer: FakeLayer) -> None:
     x, weight, bias = random(3, 8, 16), random(3, 5, 16), random(3, 5)
     y, _, steps = layer.forward(x, weight, bias, activation="relu")
     check(y, expected(x, weight, bias, activation="relu")[0])
-    assert kernels(steps) == ["torch.matmul", "act_rows_kernel"]
+    assert kernels(steps) == [*ON_BIAS_ROWS, "act_rows_kernel"]
     assert steps[0]["why"] == "the biases of a batch are not 16-byte aligned"
 
 
@@ -160,14 +216,14 @@ def test_a_misaligned_bias_is_copied(layer: FakeLayer, bias_shape: tuple[int, ..
 
 
 def test_what_gelu_keeps_has_rows_of_multiples_of_8(layer: FakeLayer) -> None:
-    x, weight, bias = random(24, 32), random(42, 32), random(42)
-    _, saved, steps = layer.forward(x, weight, bias, activation="gelu_tanh", saves=True)
+    x, weight = random(24, 32), random(42, 32)
+    _, saved, steps = layer.forward(x, weight, activation="gelu_tanh", saves=True)
     assert saved is not None
-    check(saved, expected(x, weight, bias)[0])
-    assert kernels(steps) == ["BIAS", "act_rows_kernel"]
+    check(saved, expected(x, weight)[0])
+    assert kernels(steps) == [PLAIN, "act_rows_kernel"]
     assert "multiple of 8" in steps[1]["why"]
-    _, _, steps = layer.forward(x, weight, bias, activation="gelu_tanh")
-    assert kernels(steps) == ["GELU_BIAS"]  # nothing is kept
+    _, _, steps = layer.forward(x, weight, activation="gelu_tanh")
+    assert kernels(steps) == ["GELU"]  # nothing is kept
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "silu"])
@@ -222,23 +278,26 @@ def test_fp8(layer: FakeLayer, n: int, activation: str, eight_out: bool) -> None
 
 @pytest.mark.parametrize("refusal", [FakeLayer.without_algorithm, FakeLayer.fails_when_run])
 @pytest.mark.parametrize(
-    ("refused", "steps_left"),
+    ("refused", "has_residual", "steps_left"),
     [
-        (["RELU_AUX_BIAS"], ["BIAS", "act_rows_kernel"]),
-        (["RELU_AUX_BIAS", "BIAS"], ["torch.matmul", "act_rows_kernel"]),
+        (["GELU_AUX_BIAS"], True, ["BIAS"]),
+        (["GELU_AUX_BIAS"], False, ["BIAS"]),
+        (["GELU_AUX_BIAS", "BIAS"], True, ["torch.matmul"]),
+        (["GELU_AUX_BIAS", "BIAS"], False, ON_BIAS_ROWS),
+        (["GELU_AUX_BIAS", "BIAS", "DEFAULT"], False, ["torch.matmul"]),
     ],
 )
 def test_forward_does_with_less(
-    layer: FakeLayer, refusal, refused: list[str], steps_left: list[str]
+    layer: FakeLayer, refusal, refused: list[str], has_residual: bool, steps_left: list[str]
 ) -> None:
     refusal(layer, *refused)
-    x, weight, bias, residual = random(24, 32), random(40, 32), random(40), random(24, 40)
-    y, saved, steps = layer.forward(x, weight, bias, residual, "relu", saves=True)
-    reference, z = expected(x, weight, bias, residual, "relu")
-    check(y, reference)
+    x, weight, bias = random(24, 32), random(40, 32), random(40)
+    residual = random(24, 40) if has_residual else None
+    y, saved, steps = layer.forward(x, weight, bias, residual, "gelu_tanh", saves=True)
     assert saved is not None
-    assert torch.equal(unpack_mask(saved, 40), z > 0)
-    assert kernels(steps) == steps_left
+    check(saved, expected(x, weight, bias, residual)[1])
+    check(y, apply_activation(saved.double(), ACTIVATIONS["gelu_tanh"]))
+    assert kernels(steps) == [*steps_left, "act_rows_kernel"]
     assert steps[-1]["why"] == "cuBLASLt has no algorithm for it"
 
 
