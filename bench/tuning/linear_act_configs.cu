@@ -335,7 +335,6 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
     using Dx = decltype(dx_gemm);
     using Dweight = decltype(dweight_gemm);
     LinearActConfig config;
-    config.in_turns = false;
     config.tile_rows = Dx::kTileRows;
     config.tile_columns = Dx::kTileColumns;
     linear_act::set_blocks(m, k, device, &config);
@@ -365,16 +364,12 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
   };
   auto add_tiles = [&](auto scale) {
     constexpr GemmScale kScale = decltype(scale)::value;
-    constexpr bool kIsMask = kScale == GemmScale::kMask;
-    add_tile(HopperGemm<T, 64, 256, false, 2, 3, true, false, kScale>(),
-             HopperGemm<T, 64, 256, false, 2, kIsMask ? 4 : 3, false, false, kScale, 0>(),
-             "128x256");
-    add_tile(HopperGemm<T, 64, 192, false, 2, kIsMask ? 4 : 3, true, false, kScale>(),
-             HopperGemm<T, 64, 192, false, 2, kIsMask ? 5 : 4, false, false, kScale, 0>(),
-             "128x192");
-    add_tile(HopperGemm<T, 64, 128, false, 2, kIsMask ? 5 : 4, true, false, kScale>(),
-             HopperGemm<T, 64, 128, false, 2, kIsMask ? 6 : 4, false, false, kScale, 0>(),
-             "128x128");
+    add_tile(linear_act::BwdGemm<T, kScale, 256, true>(),
+             linear_act::BwdGemm<T, kScale, 256, false>(), "128x256");
+    add_tile(linear_act::BwdGemm<T, kScale, 192, true>(),
+             linear_act::BwdGemm<T, kScale, 192, false>(), "128x192");
+    add_tile(linear_act::BwdGemm<T, kScale, 64, true>(),
+             linear_act::BwdGemm<T, kScale, 64, false>(), "128x64");
   };
   if (saves == SavedForBackward::kMask) {
     add_tiles(std::integral_constant<GemmScale, GemmScale::kMask>());

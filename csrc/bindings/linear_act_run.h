@@ -96,15 +96,15 @@ inline std::string quoted(const std::string& text) { return "\"" + text + "\""; 
 
 inline std::string tile_name(const LinearActConfig& config) {
   return std::to_string(config.tile_rows) + "x" + std::to_string(config.tile_columns) +
-         (config.in_turns ? " in turns" : "") +
          (config.cluster > 1 ? ", clusters of " + std::to_string(config.cluster) : "");
 }
 
 // As far as is known: the parts of a split product are added up by a kernel of their own.
 inline int num_kernels(const Step& step, int split_k) {
   if (step.kind != StepKind::kHopperBwd) return split_k > 1 ? 2 : 1;
-  return (step.hopper_bwd.dx.data != nullptr ? 1 : 0) +
-         (step.hopper_bwd.dweight != nullptr ? 2 : 0);
+  return (step.hopper_bwd.dx.data != nullptr ? 1 : 0) + (step.hopper_bwd.dweight == nullptr ? 0
+                                                         : split_k > 1                      ? 2
+                                                                                            : 1);
 }
 
 // A step as a JSON object. What only a device knows is null, 0 or 1 where there is none.

@@ -152,38 +152,33 @@ cudaError_t run(const LinearActParams& p, const LinearActConfig& config, cudaStr
   return start<Gemm>(linear_act_kernel_sm90<Gemm>, config, stream, params);
 }
 
+// Two computing warpgroups in turns: what an epilogue costs is hidden by the other's products. (256
+// columns for both together need a third less traffic, but wait for the epilogue: 10 to 25 %
+// slower on all of bench/tuning/linear_act_configs.cu's shapes but the shortest k.)
 template <typename T, bool kBKInner>
-cudaError_t run_tile(const LinearActParams& params, const LinearActConfig& config,
-                     cudaStream_t stream) {
-  if (config.in_turns)
-    return run<HopperGemm<T, 128, 128, true, 2, 6, true, kBKInner>>(params, config, stream);
-  return run<HopperGemm<T, 64, 256, false, 2, 4, true, kBKInner>>(params, config, stream);
-}
+using ForwardGemm =
+    HopperGemm<T, kTileRows, kTileColumns, true, 2, 5, true, kBKInner, GemmScale::kNone, 4>;
 
 template <typename T>
 cudaError_t run_layout(const LinearActParams& params, const LinearActConfig& config,
                        cudaStream_t stream) {
-  return params.b.k_is_inner ? run_tile<T, true>(params, config, stream)
-                             : run_tile<T, false>(params, config, stream);
+  return params.b.k_is_inner ? run<ForwardGemm<T, true>>(params, config, stream)
+                             : run<ForwardGemm<T, false>>(params, config, stream);
 }
 
 // Compiled for anything but Hopper's own instructions the kernels are empty: by its registers one
 // of them says whether it was.
-constexpr auto kAnyKernel =
-    linear_act_kernel_sm90<HopperGemm<__nv_bfloat16, 128, 128, true, 2, 6, true, true>>;
+constexpr auto kAnyKernel = linear_act_kernel_sm90<ForwardGemm<__nv_bfloat16, true>>;
 constexpr int kRegistersOfNoCode = 64;
 
 // --- Gradient
 
-constexpr int bwd_stages(GemmScale scale, bool is_narrow, bool is_dx) {
-  return is_narrow || (scale == GemmScale::kMask && !is_dx) ? 4 : 3;
-}
-
-// dweight has no chunks to store.
-template <typename T, GemmScale kScale, bool kNarrow, bool kAKInner>
+// dweight has no chunks to store. Stages of b, and of the scaled factor, as many as there is room
+// for.
+template <typename T, GemmScale kScale, int kColumns, bool kIsDx>
 using BwdGemm =
-    HopperGemm<T, kBwdTileRows / 2, kNarrow ? kNarrowTileColumns : kBwdTileColumns, false, 2,
-               bwd_stages(kScale, kNarrow, kAKInner), kAKInner, false, kScale, kAKInner ? 2 : 0>;
+    HopperGemm<T, kBwdTileRows / 2, kColumns, false, 2, kColumns == 256 ? 4 : 5, kIsDx, false,
+               kScale, kIsDx ? 2 : 0, kScale == GemmScale::kElements && kIsDx ? 2 : 3>;
 
 // What multiplies dy, in boxes like those of the factor a.
 template <typename Gemm>
@@ -244,30 +239,40 @@ cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& conf
   return launch_sum_splits<typename Gemm::Element>(dweight, dbias, config.splits, true, stream);
 }
 
-template <typename T, GemmScale kScale, bool kNarrow>
-cudaError_t run_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config,
-                    void* workspace, cudaStream_t stream) {
-  if (params.dx.data != nullptr) {
-    const cudaError_t status = run_dx<BwdGemm<T, kScale, kNarrow, true>>(params, config.dx, stream);
-    if (status != cudaSuccess || params.dweight == nullptr) return status;
+// f(a type that holds the columns of the tile)
+template <typename F>
+cudaError_t with_columns(const LinearActConfig& config, F f) {
+  switch (config.tile_columns) {
+    case 64:
+      return f(std::integral_constant<int, 64>());
+    case 192:
+      return f(std::integral_constant<int, 192>());
+    default:
+      return f(std::integral_constant<int, 256>());
   }
-  return run_dweight<BwdGemm<T, kScale, kNarrow, false>>(params, config.dweight, workspace, stream);
 }
 
 template <typename T, GemmScale kScale>
-cudaError_t run_bwd_tile(const LinearActBwdParams& params, const LinearActBwdConfig& config,
-                         void* workspace, cudaStream_t stream) {
-  return config.dx.tile_columns == kNarrowTileColumns
-             ? run_bwd<T, kScale, true>(params, config, workspace, stream)
-             : run_bwd<T, kScale, false>(params, config, workspace, stream);
+cudaError_t run_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config,
+                    void* workspace, cudaStream_t stream) {
+  if (params.dx.data != nullptr) {
+    const cudaError_t status = with_columns(config.dx, [&](auto columns) {
+      return run_dx<BwdGemm<T, kScale, columns, true>>(params, config.dx, stream);
+    });
+    if (status != cudaSuccess || params.dweight == nullptr) return status;
+  }
+  return with_columns(config.dweight, [&](auto columns) {
+    return run_dweight<BwdGemm<T, kScale, columns, false>>(params, config.dweight, workspace,
+                                                           stream);
+  });
 }
 
 template <typename T>
 cudaError_t run_bwd_type(const LinearActBwdParams& params, const LinearActBwdConfig& config,
                          void* workspace, cudaStream_t stream) {
   return params.saves == SavedForBackward::kMask
-             ? run_bwd_tile<T, GemmScale::kMask>(params, config, workspace, stream)
-             : run_bwd_tile<T, GemmScale::kElements>(params, config, workspace, stream);
+             ? run_bwd<T, GemmScale::kMask>(params, config, workspace, stream)
+             : run_bwd<T, GemmScale::kElements>(params, config, workspace, stream);
 }
 
 }  // namespace linear_act

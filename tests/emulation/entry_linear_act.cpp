@@ -16,8 +16,10 @@ struct Call {
   void *dy, *x, *weight, *dx, *dweight, *dbias;
   int64_t dy_stride, x_stride, weight_stride, dx_stride;
   int b_k_is_inner;
-  int num_sms, in_turns, group;  // in_turns: -1 to choose
-  int splits;                    // result: of dweight
+  void *extra_a, *extra_b;  // with extra_k > 0
+  int64_t extra_k, extra_a_stride, extra_b_stride;
+  int num_sms, group;
+  int dx_columns, dweight_columns, splits;  // 0 to choose; results: what was taken
 };
 
 enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad };
@@ -32,6 +34,9 @@ void product(Call* call) {
   params.a = {call->a, call->a_stride, true};
   params.b = {call->b, call->b_stride, call->b_k_is_inner != 0};
   params.bias = call->bias;
+  params.extra_k = call->extra_k;
+  params.extra_a = {call->extra_a, call->extra_a_stride, true};
+  params.extra_b = {call->extra_b, call->extra_b_stride, call->b_k_is_inner != 0};
   params.output = {call->output, call->output_stride};
   params.saves = static_cast<SavedForBackward>(call->saves);
   params.saved = call->saved;
@@ -39,7 +44,6 @@ void product(Call* call) {
   device.num_sms = call->num_sms;
   emulation::check(hopper_can_run(params, device), "the Hopper kernel cannot run this");
   LinearActConfig config = choose_linear_act_config(params, device);
-  if (call->in_turns >= 0) config = with_tile(params, device, call->in_turns != 0);
   if (call->group > 0) config.group = call->group;
   emulation::check_launch(launch_linear_act(params, config, nullptr));
 }
@@ -61,8 +65,17 @@ void gradient(Call* call) {
   DeviceTraits device;
   device.num_sms = call->num_sms;
   emulation::check(hopper_can_run(params, device), "the Hopper kernels cannot run this");
-  const LinearActBwdConfig config = choose_linear_act_bwd_config(params, device);
+  LinearActBwdConfig config = choose_linear_act_bwd_config(params, device);
+  if (call->dx_columns > 0) config.dx.tile_columns = call->dx_columns;
+  if (call->dweight_columns > 0) config.dweight.tile_columns = call->dweight_columns;
+  if (call->splits > 0) {
+    config.dweight.splits = call->splits;
+    linear_act::set_blocks(params.n, params.k, device, &config.dweight);
+    config.workspace_bytes = linear_act::bytes_of_parts(params, call->splits);
+  }
   call->splits = config.dweight.splits;
+  call->dx_columns = config.dx.tile_columns;
+  call->dweight_columns = config.dweight.tile_columns;
   const emulation::Workspace workspace(config.workspace_bytes);
   emulation::check_launch(launch_linear_act_bwd(params, config, workspace.data(), nullptr));
   workspace.check();

@@ -33,7 +33,10 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("dy", "x", "weight", "dx", "dweight", "dbias")),
         *((f"{name}_stride", ctypes.c_int64) for name in ("dy", "x", "weight", "dx")),
         ("b_k_is_inner", ctypes.c_int),
-        *((name, ctypes.c_int) for name in ("num_sms", "in_turns", "group", "splits")),
+        *((name, ctypes.c_void_p) for name in ("extra_a", "extra_b")),
+        *((name, ctypes.c_int64) for name in ("extra_k", "extra_a_stride", "extra_b_stride")),
+        *((name, ctypes.c_int) for name in ("num_sms", "group")),
+        *((name, ctypes.c_int) for name in ("dx_columns", "dweight_columns", "splits")),
     )
 
     def set_matrix(self, name: str, matrix: Tensor | None) -> None:
@@ -65,7 +68,8 @@ class LinearActEmulator(Library):
     """`num_sms`: of the GPU, few of which make a block compute several tiles."""
 
     num_sms = 4
-    splits = 0  # of the last gradient
+    columns = 0  # of the tiles of gradients; 0 to choose
+    splits = 0  # of dweight; 0 to choose
 
     def linear_act(
         self,
@@ -75,11 +79,11 @@ class LinearActEmulator(Library):
         activation: str,
         *,
         saves: Saves = Saves.NONE,
-        in_turns: bool | None = None,
+        extra: tuple[Tensor, Tensor] | None = None,
         group: int = 0,
         output: Tensor | None = None,
     ) -> list[Tensor]:
-        """[y], or [y, what is saved of z]."""
+        """[y], or [y, what is saved of z]; `extra`: the second pair of factors, laid out alike."""
         m, k = x.shape
         n = weight.shape[0]
         k_is_inner = weight.stride(1) == 1
@@ -87,7 +91,13 @@ class LinearActEmulator(Library):
         saved = empty_saved(saves, m, n, x.dtype)
 
         def call(
-            x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, saved: Tensor | None
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            extra_a: Tensor | None,
+            extra_b: Tensor | None,
+            y: Tensor,
+            saved: Tensor | None,
         ) -> ctypes.Structure:
             call = _Call(
                 kind=PRODUCT,
@@ -101,15 +111,19 @@ class LinearActEmulator(Library):
                 bias=address(bias),
                 saved=address(saved),
                 num_sms=self.num_sms,
-                in_turns=-1 if in_turns is None else in_turns,
                 group=group,
             )
             call.set_matrix("a", x)
             call.set_matrix("b", weight if k_is_inner else weight.T)
             call.set_matrix("output", y)
+            if extra_a is not None and extra_b is not None:
+                call.extra_k = extra_a.shape[1]
+                call.set_matrix("extra_a", extra_a)
+                call.set_matrix("extra_b", extra_b if k_is_inner else extra_b.T)
             return call
 
-        return self.run("linear_act", call, [x, weight, bias], [output, saved])
+        inputs = [x, weight, bias, *(extra or (None, None))]
+        return self.run("linear_act", call, inputs, [output, saved])
 
     def backward(
         self,
@@ -154,15 +168,15 @@ class LinearActEmulator(Library):
                 dweight=address(dweight),
                 dbias=address(dbias),
                 num_sms=self.num_sms,
+                dx_columns=self.columns,
+                dweight_columns=self.columns,
+                splits=self.splits,
             )
             for name, matrix in (("dy", dy), ("x", x), ("weight", weight), ("dx", dx)):
                 call.set_matrix(name, matrix)
             return call
 
-        def returned(call: ctypes.Structure) -> None:
-            self.splits = call.splits
-
-        return self.run("linear_act_bwd", call, [dy, saved, x, weight], outputs, returned)
+        return self.run("linear_act_bwd", call, [dy, saved, x, weight], outputs)
 
     def act_rows(
         self,

@@ -19,7 +19,7 @@ using Tile0 = HopperGemm<T, 128, 128, true, 1, 6, true, true>;
 using Tile1 = HopperGemm<T, 128, 128, true, 4, 6, true, true>;
 using Tile2 = HopperGemm<T, 64, 256, true, 4, 4, true, true>;
 using Tile3 = HopperGemm<T, 64, 192, true, 2, 5, true, true>;
-using Tile4 = HopperGemm<T, 64, 256, false, 1, 4, true, true>;
+using Tile4 = HopperGemm<T, 64, 256, false, 2, 3, true, true, GemmScale::kNone, 4>;
 using Tile5 = HopperGemm<T, 128, 128, false, 2, 4, true, true>;
 using Tile6 = HopperGemm<T, 128, 128, true, 4, 6, true, false>;
 

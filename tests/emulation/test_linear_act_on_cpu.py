@@ -13,7 +13,6 @@ from row_emulator import assert_rounded
 from torch import Tensor
 
 HALVES = (torch.float16, torch.bfloat16)
-both_tiles = pytest.mark.parametrize("in_turns", [True, False], ids=["in turns", "together"])
 
 
 @pytest.fixture
@@ -29,10 +28,9 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     )
 
 
-@both_tiles
-def test_product(linear: LinearActEmulator, in_turns: bool) -> None:
+def test_product(linear: LinearActEmulator) -> None:
     x, weight, bias = operands(300, 264, 136, torch.bfloat16)
-    (y,) = linear.linear_act(x, weight, bias, "none", in_turns=in_turns)
+    (y,) = linear.linear_act(x, weight, bias, "none")
     assert_rounded("y", y, x.double() @ weight.double().T + bias.double())
 
 
@@ -62,7 +60,7 @@ def check(
     if bias is not None:
         z = z + bias.double()
     y, *saved = linear.linear_act(x, weight, bias, activation, saves=saves, **options)
-    # 32 roundings of the terms of z: a sum of k products is not exact to the last bit.
+    # 32 roundings of the terms of z : a sum of k products is not exact to the last bit.
     size = 1 + z.abs().max().item()
     assert_rounded("y", y, ACTIVATIONS[activation](z), magnitude=size)
     if saves is Saves.DERIVATIVE:
@@ -73,24 +71,20 @@ def check(
         assert torch.equal(unpacked(saved[0], z.shape[1])[sure], (z > 0)[sure])
 
 
-@both_tiles
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("k_is_inner", [True, False], ids=["nk", "kn"])
 def test_layouts_of_the_weight(
-    linear: LinearActEmulator, dtype: torch.dtype, k_is_inner: bool, in_turns: bool
+    linear: LinearActEmulator, dtype: torch.dtype, k_is_inner: bool
 ) -> None:
     x, weight, bias = operands(136, 520, 200, dtype)
     if not k_is_inner:
         weight = weight.T.contiguous().T
-    check(linear, x, weight, bias, in_turns=in_turns)
+    check(linear, x, weight, bias)
 
 
-@both_tiles
 @pytest.mark.parametrize("shape", [(1, 8, 8), (5, 72, 16), (129, 40, 24), (64, 136, 64)], ids=str)
-def test_small_products(
-    linear: LinearActEmulator, shape: tuple[int, int, int], in_turns: bool
-) -> None:
-    check(linear, *operands(*shape, torch.bfloat16), in_turns=in_turns)
+def test_small_products(linear: LinearActEmulator, shape: tuple[int, int, int]) -> None:
+    check(linear, *operands(*shape, torch.bfloat16))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -102,31 +96,40 @@ def test_activations(linear: LinearActEmulator, activation: str) -> None:
         check(linear, x, weight, bias, activation, saves=saves)
 
 
-@both_tiles
-def test_mask_of_a_ragged_matrix(linear: LinearActEmulator, in_turns: bool) -> None:
+def test_mask_of_a_ragged_matrix(linear: LinearActEmulator) -> None:
     """300 columns: a mask of 304 bits is stored, in rows of 48 bytes."""
     x, weight, bias = operands(140, 304, 72, torch.float16)
-    check(linear, x, weight[:300], bias[:300], "relu", saves=Saves.MASK, in_turns=in_turns,
+    check(linear, x, weight[:300], bias[:300], "relu", saves=Saves.MASK,
           output=torch.empty(140, 304, dtype=torch.float16)[:, :300])  # fmt: skip
 
 
-@both_tiles
 @pytest.mark.parametrize("num_sms", [2, 6])
 @pytest.mark.parametrize("group", [1, 2, 8])
-def test_blocks_with_many_tiles(
-    linear: LinearActEmulator, num_sms: int, group: int, in_turns: bool
-) -> None:
+def test_blocks_with_many_tiles(linear: LinearActEmulator, num_sms: int, group: int) -> None:
     """More rounds of the stages than there are stages, odd and even numbers of tiles."""
     linear.num_sms = num_sms
     x, weight, bias = operands(900, 264, 200, torch.bfloat16)
-    check(linear, x, weight, bias, "relu", saves=Saves.MASK, group=group, in_turns=in_turns)
+    check(linear, x, weight, bias, "relu", saves=Saves.MASK, group=group)
+
+
+@pytest.mark.parametrize("rank", [8, 16, 72])
+@pytest.mark.parametrize("k_is_inner", [True, False], ids=["nk", "kn"])
+def test_a_second_pair_of_factors(linear: LinearActEmulator, rank: int, k_is_inner: bool) -> None:
+    linear.num_sms = 2
+    x, weight, bias = operands(300, 264, 200, torch.bfloat16)
+    t, up, _ = operands(300, 264, rank, torch.bfloat16)
+    stored = (weight, up) if k_is_inner else (f.T.contiguous().T for f in (weight, up))
+    weight, up = stored
+    (y,) = linear.linear_act(x, weight, bias, "none", extra=(t, up))
+    z = x.double() @ weight.double().T + bias.double() + t.double() @ up.double().T
+    assert_rounded("y", y, z, magnitude=1 + z.abs().max().item())
 
 
 @pytest.mark.parametrize("k", [320, 456, 640])
 def test_warpgroups_that_skip_each_others_rounds(linear: LinearActEmulator, k: int) -> None:
     """Tiles that fill the ring of stages, or more: a warpgroup does not see all of its rounds."""
     linear.num_sms = 2
-    check(linear, *operands(900, 264, k, torch.bfloat16), "relu", in_turns=True)
+    check(linear, *operands(900, 264, k, torch.bfloat16), "relu")
 
 
 def test_without_bias_and_with_one_that_is_not_aligned(linear: LinearActEmulator) -> None:
@@ -155,7 +158,7 @@ def test_values_that_are_not_finite(linear: LinearActEmulator) -> None:
     assert (mask[3, :2] == 255).all()
 
 
-# ---- Elementwise kernels -------------------------------------------------------------------------
+# -- -- Elementwise kernels -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
@@ -202,7 +205,7 @@ def test_padded_rows(linear: LinearActEmulator, k: int) -> None:
     assert not padded[:, k:].any()
 
 
-# ---- Gradient ------------------------------------------------------------------------------------
+# -- -- Gradient -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
 
 
 def check_gradient(
@@ -231,7 +234,11 @@ both_scales = pytest.mark.parametrize("saves", [Saves.MASK, Saves.DERIVATIVE], i
 
 @both_scales
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_gradient(linear: LinearActEmulator, saves: Saves, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("columns", [64, 192, 256])
+def test_gradient(
+    linear: LinearActEmulator, saves: Saves, dtype: torch.dtype, columns: int
+) -> None:
+    linear.columns = columns
     check_gradient(linear, 200, 136, 264, saves, dtype)
 
 
@@ -244,13 +251,18 @@ def test_gradient_of_small_products(
 
 
 @both_scales
-def test_gradient_in_parts(linear: LinearActEmulator, saves: Saves) -> None:
-    """dweight of 1200 rows in two parts, one of nine blocks of k and one of ten."""
-    check_gradient(linear, 1200, 264, 40, saves, torch.bfloat16)
-    assert linear.splits == 1
+@pytest.mark.parametrize("splits", [2, 5])
+def test_gradient_in_parts(linear: LinearActEmulator, saves: Saves, splits: int) -> None:
+    """dweight of 19 blocks of k, in parts of unequal length; rows that are not whole vectors."""
+    linear.splits = splits
     linear.num_sms = 8
     check_gradient(linear, 1200, 264, 40, saves, torch.bfloat16)
-    assert linear.splits == 2
+    odd = torch.randn(1200, 16).bfloat16()[:, :9]
+    dy, saved = torch.randn(1200, 8).bfloat16(), torch.randn(1200, 8).bfloat16()
+    dweight, dbias = linear.backward(dy, saved, odd, None, saves=Saves.DERIVATIVE)
+    dz = (dy * saved).double()
+    assert_rounded("dweight", dweight, dz.T @ odd.double(), magnitude=200)
+    assert_rounded("dbias", dbias, dz.sum(0), magnitude=200)
 
 
 def test_gradients_one_by_one(linear: LinearActEmulator) -> None:

@@ -18,7 +18,7 @@ TILES = (
     "turns 128x128 cluster 4",
     "turns 64x256 cluster 4",
     "turns 64x192 cluster 2",
-    "together 128x256 cluster 1",
+    "together 128x256 cluster 2",
     "together 256x128 cluster 2",
     "turns 128x128 cluster 4, n inner",
 )

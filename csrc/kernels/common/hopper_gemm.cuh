@@ -45,17 +45,23 @@ struct GemmFactors {
 template <typename Gemm>
 class GemmShared {
  public:
-  static constexpr int kOnesBytes = Gemm::kScaleBytes == 0 ? 0 : kOnesColumns * kSwizzleBytes;
-  static constexpr int kBuffers = Gemm::kNumStages * Gemm::kStageBytes;
+  static constexpr int kOnesBytes = Gemm::kIsScaled ? kOnesColumns * kSwizzleBytes : 0;
+  static constexpr int kAStages = Gemm::kNumStages * Gemm::kStageBytes;
+  static constexpr int kBuffers = kAStages + Gemm::kNumAStages * Gemm::kAStageBytes;
   static constexpr int kOnes = kBuffers + 2 * Gemm::kBuffersBytes;
   static constexpr int kBias = kOnes + kOnesBytes;
   static constexpr int kBiasBytes =
-      Gemm::kScaleBytes > 0 ? 0 : 2 * Gemm::kTileColumns * static_cast<int>(sizeof(float));
+      Gemm::kIsScaled ? 0 : 2 * Gemm::kTileColumns * static_cast<int>(sizeof(float));
   static constexpr int kStages = kBias + kBiasBytes;
   static constexpr int kBytes = kStages + static_cast<int>(sizeof(typename Gemm::Stages));
   static_assert(kBytes <= kGemmSharedBytes);
 
-  __device__ __forceinline__ unsigned char* tiles() const { return base_; }
+  __device__ __forceinline__ unsigned char* stage(int stage) const {
+    return base_ + stage * Gemm::kStageBytes;
+  }
+  __device__ __forceinline__ unsigned char* a_stage(int stage) const {
+    return base_ + kAStages + stage * Gemm::kAStageBytes;
+  }
   __device__ __forceinline__ unsigned char* buffers(int warpgroup) const {
     return base_ + kBuffers + warpgroup * Gemm::kBuffersBytes;
   }
@@ -72,10 +78,34 @@ class GemmShared {
   unsigned char* base_ = static_cast<unsigned char*>(dynamic_shared());
 };
 
+// A place in a ring of stages, and how often it has been around.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void advance(int stages) {
+    const int to = stage + stages;
+    parity ^= static_cast<unsigned>(to / kStages) & 1;
+    stage = to % kStages;
+  }
+};
+
 // What a kernel is compiled for. kRows: of a tile for each computing warpgroup. kBuffers: of a
 // warpgroup's epilogue, of 64 x 64 elements each.
+//
+// A scaled a and what scales it have stages of their own, kAStages: they are free again as soon as
+// they are in registers, long before the products are over, and with those of b there would be room
+// for three stages of which one is on its way.
 template <typename T, int kRows, int kColumns, bool kInTurns, int kCluster, int kStages,
-          bool kAKInner, bool kBKInner, GemmScale kScale = GemmScale::kNone, int kBuffers = 2>
+          bool kAKInner, bool kBKInner, GemmScale kScale = GemmScale::kNone, int kBuffers = 2,
+          int kAStages = 0>
 struct HopperGemm {
   using Element = T;
   static_assert(sizeof(T) == 2);
@@ -99,12 +129,16 @@ struct HopperGemm {
   static constexpr int kScaleBytes = kScale == GemmScale::kNone   ? 0
                                      : kScale == GemmScale::kMask ? kMaskBytes
                                                                   : kABytes;
-  static constexpr int kStageBytes = kABytes + kBBytes + kScaleBytes;
-  static constexpr int kNumStages = kStages;
+  static constexpr bool kIsScaled = kScale != GemmScale::kNone;
+  static_assert(kIsScaled == (kAStages > 0));
+  static constexpr int kStageBytes = (kIsScaled ? 0 : kABytes) + kBBytes;
+  static constexpr int kAStageBytes = kABytes + kScaleBytes;
+  static constexpr int kBOffset = kIsScaled ? 0 : kABytes;  // in a stage
+  static constexpr int kNumStages = kStages, kNumAStages = kAStages;
   static constexpr int kGroupBytes = kGemmK * kSwizzleBytes;  // of 64 rows of a rows-inner factor
 
-  // Warps that read a stage, in the whole cluster.
-  static constexpr int kReaders = (kInTurns ? 4 : 8) * kCluster;
+  // Warps that read a stage, in the whole cluster; those of a block.
+  static constexpr int kReaders = (kInTurns ? 4 : 8) * kCluster, kAReaders = 8;
 
   // A thread's sums of one tile: of rows 64 h and on of what its warpgroup has, for each half h.
   // `of_rows`: the sums of a over k, where they are asked for (only of a scaled a); element 0 is
@@ -118,59 +152,78 @@ struct HopperGemm {
   struct Stages {
     Mbarrier full[kStages];   // the bytes have arrived
     Mbarrier empty[kStages];  // all readers are through with them
-    Mbarrier turn[2];         // of a warpgroup: the other one has seen its tile arrive
+    Mbarrier a_full[kIsScaled ? kAStages : 1];
+    Mbarrier a_empty[kIsScaled ? kAStages : 1];
+    Mbarrier turn[2];  // of a warpgroup: the other one has seen its tile arrive
+
+    __device__ __forceinline__ void init() {
+      for (int s = 0; s < kStages; ++s) {
+        full[s].init(1);
+        empty[s].init(kReaders);
+      }
+      for (int s = 0; s < kAStages; ++s) {
+        a_full[s].init(1);
+        a_empty[s].init(kAReaders);
+      }
+      for (Mbarrier& t : turn) t.init(kWarpgroup / kWarpSize);
+    }
   };
 
-  // A place in the ring of stages, and how often it has been around.
   struct Position {
-    int stage = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ void advance() {
-      if (++stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
-    __device__ __forceinline__ void advance(int stages) {
-      const int to = stage + stages;
-      parity ^= static_cast<unsigned>(to / kStages) & 1;
-      stage = to % kStages;
-    }
+    RingPosition<kStages> main;
+    RingPosition<kIsScaled ? kAStages : 1> a;
   };
 
-  // --- Producer: a warp, of which one lane talks to the copy engine. (All of them in the loops,
-  // since the compiler then knows that addresses are the same for the warp, as the engine wants
-  // them.)
+  // --- Producer: a warp (two where a is scaled), of which one lane talks to the copy engine. (All
+  // of them in the loops, since the compiler then knows that addresses are the same for the warp,
+  // as the engine wants them.)
 
-  static __device__ __forceinline__ void load(const GemmFactors& factors, unsigned char* tiles,
-                                              Stages* stages, const GemmTiles& tiling) {
+  // Both factors, or b if a is scaled.
+  static __device__ __forceinline__ void load(const GemmFactors& factors,
+                                              const GemmShared<HopperGemm>& shared,
+                                              const GemmTiles& tiling) {
+    Stages* const stages = shared.stages();
     const unsigned rank = kCluster == 1 ? 0 : cluster_rank();
-    Position at;
-    for (int index = first_tile(); index < tiling.count; index += tile_step()) {
-      const GemmTile tile = tiling.at(index);
-      const int row = (tile.row * kCluster + static_cast<int>(rank)) * kTileRows;
-      const int end = tiling.end_block(tile.split);
-      for (int block = tiling.first_block(tile.split); block < end; ++block, at.advance()) {
-        unsigned char* const stage = tiles + at.stage * kStageBytes;
-        Mbarrier* const full = &stages->full[at.stage];
-        const bool is_extra = kScale == GemmScale::kNone && block >= tiling.k_blocks;
-        const int k = (is_extra ? block - tiling.k_blocks : block) * kGemmK;
-        stages->empty[at.stage].wait(at.parity ^ 1);
-        if (!is_elected_lane()) continue;
-        full->arrive_and_expect(kStageBytes);
-        load_a(is_extra ? factors.extra_a : factors.a, stage, full, row, k);
-        load_b(is_extra ? factors.extra_b : factors.b, stage + kABytes, full,
-               tile.column * kTileColumns, k, rank);
-        if constexpr (kScale == GemmScale::kElements)
-          load_a(factors.scale, stage + kABytes + kBBytes, full, row, k);
-        if constexpr (kScale == GemmScale::kMask) {
-          // (The copy engine takes boxes that begin at a multiple of 16 bytes.)
-          load_box(&factors.scale, stage + kABytes + kBBytes, full, kAKInner ? row : k,
-                   (kAKInner ? k : row) / 8 / kByteBoxColumns * kByteBoxColumns);
-        }
+    RingPosition<kStages> at;
+    for_blocks(tiling, [&](const GemmTile& tile, int block) {
+      unsigned char* const stage = shared.stage(at.stage);
+      Mbarrier* const full = &stages->full[at.stage];
+      const bool is_extra = !kIsScaled && block >= tiling.k_blocks;
+      const int k = (is_extra ? block - tiling.k_blocks : block) * kGemmK;
+      stages->empty[at.stage].wait(at.parity ^ 1);
+      at.advance();
+      if (!is_elected_lane()) return;
+      full->arrive_and_expect(kStageBytes);
+      if constexpr (!kIsScaled)
+        load_a(is_extra ? factors.extra_a : factors.a, stage, full, first_row(tile, rank), k);
+      load_b(is_extra ? factors.extra_b : factors.b, stage + kBOffset, full,
+             tile.column * kTileColumns, k, rank);
+    });
+  }
+
+  static __device__ __forceinline__ void load_scaled_a(const GemmFactors& factors,
+                                                       const GemmShared<HopperGemm>& shared,
+                                                       const GemmTiles& tiling) {
+    Stages* const stages = shared.stages();
+    const unsigned rank = kCluster == 1 ? 0 : cluster_rank();
+    RingPosition<kIsScaled ? kAStages : 1> at;
+    for_blocks(tiling, [&](const GemmTile& tile, int block) {
+      unsigned char* const stage = shared.a_stage(at.stage);
+      Mbarrier* const full = &stages->a_full[at.stage];
+      const int row = first_row(tile, rank), k = block * kGemmK;
+      stages->a_empty[at.stage].wait(at.parity ^ 1);
+      at.advance();
+      if (!is_elected_lane()) return;
+      full->arrive_and_expect(kAStageBytes);
+      load_a(factors.a, stage, full, row, k);
+      if constexpr (kScale == GemmScale::kElements) {
+        load_a(factors.scale, stage + kABytes, full, row, k);
+      } else {
+        // (The copy engine takes boxes that begin at a multiple of 16 bytes.)
+        load_box(&factors.scale, stage + kABytes, full, kAKInner ? row : k,
+                 (kAKInner ? k : row) / 8 / kByteBoxColumns * kByteBoxColumns);
       }
-    }
+    });
   }
 
   // --- Consumers: a warpgroup
@@ -186,7 +239,7 @@ struct HopperGemm {
     // tiles has to know that the other one has seen all of its tile arrive.
     if constexpr (kInTurns) stages->turn[warpgroup].wait((tile & 1) ^ (warpgroup == 0 ? 1 : 0));
     if constexpr (kScale == GemmScale::kNone) {
-      multiply_direct(shared, end - first_block, warpgroup, at, sums);
+      multiply_direct(shared, end - first_block, warpgroup, &at->main, sums);
     } else {
       static_assert(!kInTurns);
       multiply_scaled<kSumsRows>(shared, first_block, end, warpgroup, at, sums);
@@ -195,6 +248,20 @@ struct HopperGemm {
   }
 
   // --- Tiles: clusters take them in turns
+
+  static __device__ __forceinline__ int first_row(const GemmTile& tile, unsigned rank) {
+    return (tile.row * kCluster + static_cast<int>(rank)) * kTileRows;
+  }
+
+  // f(tile, block) for the blocks of k of all tiles of this block.
+  template <typename F>
+  static __device__ __forceinline__ void for_blocks(const GemmTiles& tiling, F f) {
+    for (int index = first_tile(); index < tiling.count; index += tile_step()) {
+      const GemmTile tile = tiling.at(index);
+      const int end = tiling.end_block(tile.split);
+      for (int block = tiling.first_block(tile.split); block < end; ++block) f(tile, block);
+    }
+  }
 
   static __device__ __forceinline__ int first_tile() {
     return static_cast<int>(blockIdx.x) / kCluster;
@@ -210,14 +277,14 @@ struct HopperGemm {
   }
 
   static __device__ __forceinline__ void multiply_direct(const GemmShared<HopperGemm>& shared,
-                                                         int k_blocks, int warpgroup, Position* at,
-                                                         Sums* sums) {
+                                                         int k_blocks, int warpgroup,
+                                                         RingPosition<kStages>* at, Sums* sums) {
     Stages* const stages = shared.stages();
     const int first_row = kInTurns ? 0 : warpgroup * kRows;
     int previous = 0;
     for (int block = 0; block < k_blocks; ++block, at->advance()) {
       stages->full[at->stage].wait(at->parity);
-      start_products(shared.tiles() + at->stage * kStageBytes, first_row, block > 0, sums);
+      start_products(shared.stage(at->stage), first_row, block > 0, sums);
       if (block > 0) {
         wgmma_wait<1>();  // for all but those
         release(stages, previous);
@@ -239,20 +306,26 @@ struct HopperGemm {
     const int first_row = warpgroup * kRows;
     int previous_stage = 0;
     auto step = [&](int block, GemmFragments(&own)[kHalves], GemmFragments(&previous)[kHalves]) {
-      const unsigned char* const stage = shared.tiles() + at->stage * kStageBytes;
-      stages->full[at->stage].wait(at->parity);
+      stages->a_full[at->a.stage].wait(at->a.parity);
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h)
-        load_scaled(stage, first_row + h * kWgmmaRows, block, &own[h]);
-      start_products<kSumsRows>(stage, own, shared.ones(), block > first_block, sums);
+      for (int h = 0; h < kHalves; ++h) {
+        load_scaled(shared.a_stage(at->a.stage), first_row + h * kWgmmaRows, block, &own[h]);
+        own[h].keep();  // they are there
+      }
+      __syncwarp();
+      if (threadIdx.x % kWarpSize == 0) stages->a_empty[at->a.stage].arrive();
+      at->a.advance();
+      stages->full[at->main.stage].wait(at->main.parity);
+      start_products<kSumsRows>(shared.stage(at->main.stage), own, shared.ones(),
+                                block > first_block, sums);
       if (block > first_block) {
         wgmma_wait<1>();  // for all but those
 #pragma unroll
         for (GemmFragments& fragments : previous) fragments.keep();
         release(stages, previous_stage);
       }
-      previous_stage = at->stage;
-      at->advance();
+      previous_stage = at->main.stage;
+      at->main.advance();
     };
     GemmFragments even[kHalves], odd[kHalves];
     for (int block = first_block; block < end; block += 2) {
@@ -282,7 +355,7 @@ struct HopperGemm {
                                                         bool accumulate, Sums* sums) {
     pin<false>(sums);
     wgmma_begin();
-    const uint64_t factor_b = wgmma_factor(stage + kABytes, kBKInner, kGroupBytes);
+    const uint64_t factor_b = wgmma_factor(stage + kBOffset, kBKInner, kGroupBytes);
 #pragma unroll
     for (int k = 0; k < kGemmK; k += kWgmmaK) {
 #pragma unroll
@@ -306,7 +379,7 @@ struct HopperGemm {
                                                         Sums* sums) {
     pin<kSumsRows>(sums);
     wgmma_begin();
-    const uint64_t factor_b = wgmma_factor(stage + kABytes, kBKInner, kGroupBytes);
+    const uint64_t factor_b = wgmma_factor(stage + kBOffset, kBKInner, kGroupBytes);
     const uint64_t factor_ones = wgmma_factor(ones, true, kGroupBytes);
 #pragma unroll
     for (int step = 0; step < kGemmK / kWgmmaK; ++step) {
@@ -326,7 +399,7 @@ struct HopperGemm {
 
   static __device__ __forceinline__ void load_scaled(const unsigned char* stage, int first_row,
                                                      int block, GemmFragments* fragments) {
-    const unsigned char* const scale = stage + kABytes + kBBytes;
+    const unsigned char* const scale = stage + kABytes;
     load_fragments<kAKInner>(stage, first_row, fragments);
     if constexpr (kScale == GemmScale::kMask) {
       mask_fragments<kAKInner>(scale, first_row, block, fragments);
@@ -396,11 +469,7 @@ __device__ __forceinline__ void run_gemm(const GemmFactors& factors, const GemmT
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&factors.a);
     prefetch_tensor_map(&factors.b);
-    for (int s = 0; s < Gemm::kNumStages; ++s) {
-      stages->full[s].init(1);
-      stages->empty[s].init(Gemm::kReaders);
-    }
-    for (Mbarrier& turn : stages->turn) turn.init(kWarpgroup / kWarpSize);
+    stages->init();
     Mbarrier::fence_init();
   }
   if (Epilogue::kSumsRows && warpgroup < 0) {
@@ -415,7 +484,10 @@ __device__ __forceinline__ void run_gemm(const GemmFactors& factors, const GemmT
   wait_for_previous_kernel();
   if (warpgroup < 0) {
     give_registers<40>();
-    if (threadIdx.x / kWarpSize == 0) Gemm::load(factors, shared.tiles(), stages, tiling);
+    if (threadIdx.x / kWarpSize == 0) Gemm::load(factors, shared, tiling);
+    if constexpr (Gemm::kIsScaled) {
+      if (threadIdx.x / kWarpSize == 1) Gemm::load_scaled_a(factors, shared, tiling);
+    }
     __syncwarp();  // the barrier below is one of whole warps
   } else {
     take_registers<232>();
@@ -428,12 +500,11 @@ __device__ __forceinline__ void run_gemm(const GemmFactors& factors, const GemmT
       const int first_block = tiling.first_block(tile.split);
       const int end = tiling.end_block(tile.split);
       if (Gemm::kTakesTurns && turn++ % 2 != warpgroup) {
-        at.advance(end - first_block);
+        at.main.advance(end - first_block);
         continue;
       }
       const int first = Gemm::kTakesTurns ? 0 : warpgroup * Gemm::kWarpgroupRows;
-      const int row =
-          (tile.row * Gemm::kClusterBlocks + static_cast<int>(rank)) * Gemm::kTileRows + first;
+      const int row = Gemm::first_row(tile, rank) + first;
       const int column = tile.column * Gemm::kTileColumns;
       typename Gemm::Sums sums;
       epilogue.prepare(column);
