@@ -12,6 +12,7 @@ from .doctor import doctor
 from .ops.cross_entropy import cross_entropy
 from .ops.dlrm import dot_interaction, linear_sigmoid_bce
 from .ops.linear_act import linear_act, linear_act_fp8, linear_residual, mlp
+from .ops.lora import LoRAWeights, lora_linear, lora_mlp
 from .ops.norm import layer_norm, rms_norm
 from .ops.pointwise import (
     act_mul,
@@ -27,6 +28,7 @@ from .report import report
 
 __all__ = [
     "BuildError",
+    "LoRAWeights",
     "__version__",
     "act_mul",
     "act_mul_packed",
@@ -47,6 +49,8 @@ __all__ = [
     "linear_sigmoid_bce",
     "load",
     "log_softmax",
+    "lora_linear",
+    "lora_mlp",
     "mlp",
     "nn",
     "report",

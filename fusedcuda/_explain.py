@@ -9,6 +9,7 @@ from typing import Any
 from . import (
     _explain_dlrm,
     _explain_linear_act,
+    _explain_lora,
     _explain_pointwise,
     _explain_rope,
     _explain_rows,
@@ -21,6 +22,7 @@ _EXPLAINERS: Explainers = {
     **_explain_rope.EXPLAINERS,
     **_explain_linear_act.EXPLAINERS,
     **_explain_dlrm.EXPLAINERS,
+    **_explain_lora.EXPLAINERS,
 }
 
 

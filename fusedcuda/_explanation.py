@@ -40,6 +40,11 @@ class Explanation:
       ``vec`` of its output row or incoming gradient. ``tiles`` of 16 vectors, ``threads``,
       ``shared_bytes``, ``vectors``, ``columns``, ``width``. Of a head it is "vector" or "scalar";
       ``rows``, ``columns``, ``threads``, ``column_tiles``, ``workspace`` in elements.
+    - lora: a launch for each part. Of a skinny product ``path`` is "tensor_cores", "cublas" or
+      "empty"; ``threads``, ``factor_aligned``, ``chunks`` of 64 ranks, ``splits`` of the sum,
+      ``rows_of_stage`` and ``columns_of_stage`` of x in shared memory, ``shared_bytes`` and
+      ``workspace`` in elements. The linear's is linear_act's, an activation's pointwise's, all
+      others are cuBLAS's. Its backward has gradients of weight and bias where they require one.
     - linear_act: one launch an operator: ``op``, ``m``, ``n``, ``k``, ``batch``, and ``steps``, of
       which there are none if there is nothing to do. A step has ``kernel``, ``what`` it makes,
       ``fused`` (with something else), or else ``why`` not, and of a product of cuBLASLt, where they

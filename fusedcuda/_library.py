@@ -27,14 +27,16 @@ def define(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
     vmap: Callable[..., Any] | None = None,
+    cuda: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Define one operator of ``family`` and return its overload.
 
     ``cpu`` is the reference implementation and the CPU kernel, ``fake`` the shape function for
-    ``torch.compile``, ``vmap`` a batching rule as ``torch.library.register_vmap`` takes it. The
-    autograd keys fall through: the raw operators are not differentiable, the public functions wrap
-    them in ``torch.autograd.Function`` (2 us a call cheaper than the default autograd fallback,
-    which would otherwise look at every argument).
+    ``torch.compile``, ``vmap`` a batching rule as ``torch.library.register_vmap`` takes it.
+    ``cuda`` is for an operator that consists of calls of others; all others are in the compiled
+    library. The autograd keys fall through: the raw operators are not differentiable, the public
+    functions wrap them in ``torch.autograd.Function`` (2 us a call cheaper than the default
+    autograd fallback, which would otherwise look at every argument).
     """
     name = schema.split("(")[0]
     qualified = f"{NAMESPACE}::{name}"
@@ -44,16 +46,21 @@ def define(
     torch.library.register_fake(qualified, fake, lib=_definitions)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_definitions)
-    _families.setdefault(family, []).append(name)
+    if cuda is not None:
+        _definitions.impl(name, cuda, "CUDA")
+    else:
+        _families.setdefault(family, []).append(name)
     return getattr(torch.ops.fusedcuda, name).default
 
 
-def define_host(schema: str) -> None:
+def define_host(schema: str, function: Callable[..., Any] | None = None) -> None:
     """Define an operator without CPU reference or gradient, such as a plan query.
 
-    Only the compiled library implements it.
+    Only the compiled library implements it, unless ``function`` does.
     """
     _definitions.define(schema)
+    if function is not None:
+        _definitions.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
 
 
 def install_stubs(family: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from ._nn_lora import LoRALinear as LoRALinear
+from ._nn_lora import LoRAMLP as LoRAMLP
 from .ops._activations import activation_code
 from .ops._operands import compute_dtype
 from .ops.cross_entropy import cross_entropy

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from scripted_backend import ScriptedBackend, by_name
 
 from bench import bench_cross_entropy as cross_entropy
 from bench import bench_dlrm as dlrm
+from bench import bench_lora as lora
 from bench import bench_norm as norm
 from bench import bench_pointwise as pointwise
 from bench import bench_rope as rope
@@ -86,23 +88,28 @@ DLRM = [
         dlrm.linear_sigmoid_bce(40, 24, mode),
     )
 ]
-MODULES = {"pointwise": pointwise, "norm": norm, "softmax": softmax,
+LORA = [
+    *(lora.lora_linear((6, 16, 24), mode, rank=5) for mode in (*MODES, "both")),
+    lora.lora_down(6, 40, 5),
+]
+MODULES = {"pointwise": pointwise, "norm": norm, "softmax": softmax, "lora": lora,
            "cross_entropy": cross_entropy, "rope": rope, "dlrm": dlrm}  # fmt: skip
 HOST = [
     case
-    for module in (norm, softmax, cross_entropy, rope, dlrm)
+    for module in (norm, softmax, cross_entropy, rope, dlrm, lora)
     for case in module.build_cases()
     if case.host_only
 ]
 
 
 @pytest.mark.parametrize(
-    "case", POINTWISE + BOTH + ROWS + LOSSES + DLRM + HOST, ids=lambda c: c.label
+    "case", POINTWISE + BOTH + ROWS + LOSSES + DLRM + LORA + HOST, ids=lambda c: c.label
 )
 def test_cases_agree_with_their_reference(case):
-    here = ("fusedcuda", "eager", "native", ALIGNED)
+    here = ("fusedcuda", "eager", "native", ALIGNED, "addmm", "K-extension", "peft", lora.BASE)
+    here = (*here, "fusedcuda, apart", "fusedcuda, residual", "cublas")
     providers = {name: p for name, p in case.providers.items() if name in here}
-    backend = ScriptedBackend([1.5] * 4)
+    backend = ScriptedBackend([1.5] * (len(providers) + 1))
     results = by_name(measure(replace(case, providers=providers), backend, rounds=3))
     assert {name: result.error for name, result in results.items()} == dict.fromkeys(results, "")
 
@@ -170,6 +177,10 @@ def test_other_bytes_of_rows():
     x, weight = 2 * 40 * 24, 2 * 24
     assert dlrm.linear_sigmoid_bce(40, 24, "forward").traffic.bytes == x + weight + 3 * 4 * 40
     assert dlrm.linear_sigmoid_bce(40, 24, "backward").traffic.bytes == 2 * (x + weight) + 4 * 40
+    x, y, weight, factors = 2 * 6 * 24, 2 * 6 * 16, 2 * 16 * 24, 2 * 5 * (16 + 24)
+    layer = partial(lora.lora_linear, (6, 16, 24), rank=5)
+    assert layer("forward").traffic.bytes == x + weight + factors + y
+    assert layer("backward").traffic.bytes == y + x + weight + factors + x + factors
 
 
 # -- inputs ---------------------------------------------------------------------------------------
@@ -265,7 +276,7 @@ def test_a_replacement_that_does_not_occur_is_an_error(tmp_path):
     assert (source / "a.cu").read_text() == "kTile = 32;"
 
 
-@pytest.mark.parametrize("family", ["norm", "softmax", "cross_entropy", "rope", "dlrm"])
+@pytest.mark.parametrize("family", ["norm", "softmax", "cross_entropy", "rope", "dlrm", "lora"])
 def test_the_calls_that_are_tuned_are_accepted(family, monkeypatch):
     module = import_module(f"bench.tuning.{family}_cases")
     small = {"ROW_ELEMENTS": 2**15, "ROW_LENGTHS": (8, 1024, 5000), "POSITIONS": 3,

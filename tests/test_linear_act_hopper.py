@@ -86,6 +86,20 @@ def test_weight_stored_by_inputs(dtype):
         check_linear(x, weight, bias, activation)
 
 
+@every_half
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("rank", [8, 16, 104])
+def test_a_second_pair_of_factors(dtype, rank, by_columns):
+    x, weight, bias = operands(1000, n=264, k=136, dtype=dtype, device="cuda")
+    t, up, _ = operands(1000, n=264, k=rank, dtype=dtype, device="cuda")
+    if by_columns:
+        weight, up = (f.t().contiguous().t() for f in (weight, up))
+    (y,) = ops.linear_act_extended(x, weight, bias, t, up, 0)
+    z = x.double() @ weight.double().t() + t.double() @ up.double().t() + bias.double()
+    torch.testing.assert_close(y, z.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+    assert ops.linear_act_extended(x[:, :135], weight[:, :135], bias, t, up, 0) == []
+
+
 def test_bias_that_is_not_aligned():
     x, weight, bias = operands(300, n=136, k=64, dtype=BF16, device="cuda")
     check_linear(x, weight, torch.cat([bias[:1], bias])[1:], "relu")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from linears import check_linear, operands
+from loras import check_lora, random_layer
 from torch import Tensor
 
 import fusedcuda
@@ -250,6 +251,24 @@ def test_linear_sigmoid_bce(columns, dtype):
             return fusedcuda.linear_sigmoid_bce(x, w / 64, b, there, reduction=reduction)
 
         check(loss, x, weight, bias)
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("k", [136, 13])
+@pytest.mark.parametrize("rank", [5, 72])
+@every_dtype
+def test_lora_linear(rank, k, dropout_p, dtype):
+    """Rows that end inside a block, parts of a sum, two passes of ranks, factors in float32."""
+    lora_dtype = torch.float32 if dtype != torch.float64 else dtype
+    for rows in (16, 1100):
+        layer = random_layer(
+            rows, n=40, k=k, rank=rank, dtype=dtype, lora_dtype=lora_dtype, device="cuda"
+        )
+        check_lora(layer, 0.5, "silu", dropout_p=dropout_p)
 
 
 # ---- Linear layers -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "linear_act_extended.h"
 #include "linear_act_fp8_plan.h"
 #include "linear_act_target.h"
 #include "linear_act_tuning.h"
@@ -139,6 +140,23 @@ std::string linear_act_plan(const Tensor& x, const Tensor& weight, OptionalTenso
                             bool saves) {
   return Forward("linear_act", {x, weight, bias, residual, activation, low_precision, saves})
       .plan();
+}
+
+// [y], or [] where our own kernel is not taken.
+std::vector<Tensor> linear_act_extended(const Tensor& x, const Tensor& weight, OptionalTensor bias,
+                                        const Tensor& t, const Tensor& up, int64_t activation) {
+  const Activation act = activation_of("linear_act_extended", activation);
+  Extended extended({x, weight, bias, t, up, act});
+  if (!extended.fits()) return {};
+  return {extended.run()};
+}
+
+// Its steps, or "".
+std::string linear_act_extended_plan(const Tensor& x, const Tensor& weight, OptionalTensor bias,
+                                     const Tensor& t, const Tensor& up, int64_t activation) {
+  const Activation act = activation_of("linear_act_extended", activation);
+  const Extended extended({x, weight, bias, t, up, act});
+  return extended.fits() ? extended.plan() : "";
 }
 
 // --- Backward
@@ -414,6 +432,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("linear_act", TORCH_BOX(&linear_act_inference));
   m.impl("linear_act_forward", TORCH_BOX(&linear_act_forward));
   m.impl("linear_act_backward", TORCH_BOX(&linear_act_backward));
+  m.impl("linear_act_extended", TORCH_BOX(&linear_act_extended));
   m.impl("mlp_backward", TORCH_BOX(&mlp_backward));
   m.impl("linear_act_fp8", TORCH_BOX(&linear_act_fp8));
 }
@@ -422,6 +441,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
   m.impl("linear_act_use", TORCH_BOX(&linear_act_use));
   m.impl("linear_act_plan", TORCH_BOX(&linear_act_plan));
   m.impl("linear_act_backward_plan", TORCH_BOX(&linear_act_backward_plan));
+  m.impl("linear_act_extended_plan", TORCH_BOX(&linear_act_extended_plan));
   m.impl("mlp_backward_plan", TORCH_BOX(&mlp_backward_plan));
   m.impl("linear_act_fp8_plan", TORCH_BOX(&linear_act_fp8_plan));
   m.impl("cublaslt_version", TORCH_BOX(&cublaslt_version));

@@ -37,6 +37,16 @@ def linear_act(
     return y.copy_(apply_activation(z, activation))
 
 
+def linear_act_extended(
+    x: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor, up: Tensor, activation: int
+) -> list[Tensor]:
+    outputs = linear_act_extended_fake(x, weight, bias, t, up, activation)
+    z = _pre_activation(x, weight, bias)
+    z = z + (t.to(z.dtype) @ up.to(z.dtype).T).view(z.shape)
+    outputs[0].copy_(apply_activation(z, activation))
+    return outputs
+
+
 def linear_act_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, low_precision: bool
 ) -> list[Tensor]:
@@ -189,6 +199,14 @@ def linear_act_fake(
 ) -> Tensor:
     check_linear("linear_act", x, weight, bias, residual)
     return x.new_empty(output_shape(x, weight))
+
+
+def linear_act_extended_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor, up: Tensor, activation: int
+) -> list[Tensor]:
+    check_linear("linear_act_extended", x, weight, bias)
+    check_linear("linear_act_extended", t, up, None)
+    return [x.new_empty(output_shape(x, weight))]
 
 
 def linear_act_forward_fake(

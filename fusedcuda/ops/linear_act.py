@@ -243,6 +243,16 @@ _define(
     "int mask, bool low_precision) -> Tensor[]",
     batched_backward,
 )
+# act(x @ weight.T + t @ up.T + bias) in one product, for the lora family: t (M, R) has a row for
+# each of x, up (N, R) is stored as the weight. [] where there is no kernel for that, or a slower
+# one.
+define(
+    FAMILY,
+    "linear_act_extended(Tensor x, Tensor weight, Tensor? bias, Tensor t, Tensor up, "
+    "int activation) -> Tensor[]",
+    cpu=reference.linear_act_extended,
+    fake=reference.linear_act_extended_fake,
+)
 # Bits of the mask: 0 the gradient of x, 1 of w1, 2 of b1, 3 of w2, 4 of b2. As above, only the
 # shape is looked at of x where bit 1 is not set, of w1 where bit 0, and of h where bit 3 is not.
 _define(
@@ -268,6 +278,10 @@ define_host(
 define_host(
     "linear_act_backward_plan(Tensor dy, Tensor x, Tensor weight, Tensor? saved, int activation, "
     "int mask, bool low_precision) -> str"
+)
+define_host(
+    "linear_act_extended_plan(Tensor x, Tensor weight, Tensor? bias, Tensor t, Tensor up, "
+    "int activation) -> str"
 )
 define_host(
     "mlp_backward_plan(Tensor dy, Tensor x, Tensor w1, Tensor saved, Tensor h, Tensor w2, "

@@ -24,6 +24,8 @@ class Kernel:
     loads_128: int = 0  # LDG, and LDGSTS, which copies to shared memory
     stores_128: int = 0
     products: int = 0  # of 16-bit types on tensor cores: HMMA, HGMMA
+    products_from_registers: int = 0  # of those, HGMMA whose first factor is in registers
+    overwritten: int = 0  # instructions that write to such a factor while the product runs
     local_accesses: int = 0  # LDL and STL: spills, or arrays that did not fit registers
 
     @property
@@ -46,6 +48,9 @@ def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
             kernel.loads_128 += len(re.findall(r"\bLDG(?:STS)?\.E(?:\.\w+)*\.128\b", code))
             kernel.stores_128 += len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code))
             kernel.products += len(re.findall(r"\bH(?:G)?MMA\b", code))
+            from_registers, overwritten = factors_in_registers(code)
+            kernel.products_from_registers += from_registers
+            kernel.overwritten += overwritten
             kernel.local_accesses += len(re.findall(r"\b(?:LDL|STL)\b", code))
     names = subprocess.run(
         ["c++filt", "-p"], input="\n".join(found), capture_output=True, text=True, check=True
@@ -53,6 +58,32 @@ def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
     for kernel, name in zip(found.values(), names, strict=False):
         kernel.name = name
     return sorted(found.values(), key=lambda kernel: kernel.name)
+
+
+def factors_in_registers(code: str) -> tuple[int, int]:
+    """Of the HGMMA with a factor in registers: how many, and how many writes come too early.
+
+    They read these registers while the warps go on, until WARPGROUP.DEPBAR has waited for all but
+    the latest groups; a group ends with gsb0. The compiler does not know that, so the source has to
+    keep the registers in use. In the order of the code: what a loop carries around is not seen.
+    """
+    count = early = 0
+    groups: list[set[int]] = [set()]
+    for text in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][^;]*);", code):
+        if product := re.match(r"HGMMA\S+ R\d+, R(\d+), gdesc", text):
+            first = int(product[1])
+            groups[-1].update(range(first, first + 4))
+            count += 1
+        elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", text):
+            pending = int(wait[1], 16)
+            groups = [*groups[-1 - pending : -1], set()] if pending else [set()]
+        elif written := re.match(r"(?!ST|RED|SYNCS|BAR)\S+ R(\d+)", text):
+            first = int(written[1])
+            width = 4 if re.match(r"LDSM\S*\.M?T?88\.4|LDSM\S*\.4 ", text) else 1
+            early += any(not group.isdisjoint(range(first, first + width)) for group in groups)
+        if text.startswith("HGMMA") and "gsb0" in text:
+            groups.append(set())
+    return count, early
 
 
 def _blocks(binary: Path, what: str, arch: str) -> list[str]:

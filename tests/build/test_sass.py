@@ -32,6 +32,7 @@ VECTOR_KERNELS = {
     "dot_interaction_bwd_threads_kernel",
     "linear_sigmoid_bce_kernel",
     "linear_sigmoid_bce_bwd_kernel",
+    "lora_dropout_kernel",
 }
 
 
@@ -43,10 +44,10 @@ def arguments_of(kernel: sass.Kernel) -> list[str]:
 def is_scalar(kernel: sass.Kernel) -> bool:
     """The scalar path (kVec = 1), which all of float64 takes.
 
-    The last template argument of dlrm's kernels says whether there are whole vectors.
+    The last template argument of these kernels says whether there are whole vectors.
     """
-    is_dlrm = kernel.function.startswith(("dot_interaction", "linear_sigmoid_bce"))
-    if is_dlrm and arguments_of(kernel)[-1] == "false":
+    says = kernel.function.startswith(("dot_interaction", "linear_sigmoid_bce", "lora_dropout"))
+    if says and arguments_of(kernel)[-1] == "false":
         return True
     return kernel.name.endswith(", 1>") or "double" in kernel.name
 
@@ -88,6 +89,15 @@ def test_the_interaction_multiplies_on_tensor_cores(kernels) -> None:
     assert len(interactions) == 2 * 2 * 2 * 2  # forward, backward; types; tiles; alignment
     without = [kernel for kernel in interactions if not kernel.products]
     assert not without, "\n" + sass.table(without)
+
+
+def test_the_products_of_an_adapter_are_copies_to_tensor_cores(kernels) -> None:
+    products = [k for k in kernels if k.function in ("lora_down_kernel", "lora_up_kernel")]
+    assert len(products) == 2 * 4 + 2  # types; of lora_down, factors in 16 or 32 bits, either way
+    without = [k for k in products if not (k.products and k.loads_128)]
+    assert not without, "\n" + sass.table(without)
+    # Two blocks of 256 threads on an SM.
+    assert max(k.registers for k in products) <= 128
 
 
 def test_no_kernel_uses_local_memory(kernels) -> None:

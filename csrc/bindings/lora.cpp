@@ -1,0 +1,251 @@
+// The lora family for torch: checks, empty case, allocation, launch. Schemas and references are in
+// fusedcuda/ops/lora.py, where the layers are put together of these and of linear_act's products.
+#include "../kernels/lora.h"
+
+#include <cmath>
+#include <optional>
+#include <string>
+
+#include "../kernels/lora_config.h"
+#include "row_call.h"
+
+namespace fusedcuda {
+
+inline std::string json_members(const LoraConfig& config) {
+  return concat("\"path\": \"", config.is_empty() ? "empty" : "tensor_cores",
+                "\", \"vec\": ", config.aligned_x ? 8 : 1,
+                ", \"factor_aligned\": ", config.aligned_factor ? "true" : "false",
+                ", \"threads\": ", kLoraThreads, ", \"blocks\": ", config.blocks(),
+                ", \"rows_of_stage\": ", config.rows_of_stage,
+                ", \"columns_of_stage\": ", config.columns_of_stage,
+                ", \"chunks\": ", config.chunks, ", \"splits\": ", config.splits,
+                ", \"shared_bytes\": ", config.shared_bytes,
+                ", \"workspace\": ", config.workspace_size);
+}
+
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+std::string shape_of(const View& view) { return shape_string(view.sizes, view.dim); }
+
+// What the operators have in common: x, a matrix, its dropout, and what is allocated beside it.
+class LoraCall {
+ public:
+  LoraCall(const char* op, const Tensor& x, const OptionalTensor& seed, double dropout_p)
+      : op(op), rows(op, "x", x), x_(x) {
+    if (x_.dim != 2) fail(op, ": x must be a matrix; got shape ", shape_of(x_));
+    if (!(dropout_p >= 0 && dropout_p <= 1)) fail(op, ": dropout_p must be 0 to 1");
+    if (!seed) return;
+    const View view(*seed);
+    if (view.dtype != aoti_torch_dtype_int64() || view.dim > 1 ||
+        (view.dim == 1 && view.sizes[0] != 1))
+      fail(op, ": seed must be an int64 tensor of one element");
+    check_device("seed", view);
+    dropout_ = {static_cast<const int64_t*>(view.data),
+                static_cast<uint32_t>(std::nearbyint(dropout_p * 65536))};
+    keep_factor_ = dropout_p < 1 ? 1 / (1 - dropout_p) : 0;
+  }
+
+  template <typename Params>
+  Params parameters(double scale) {
+    Params params = rows.parameters<Params>();
+    params.x = rows.first();
+    params.scale = scale * keep_factor_;
+    params.dropout = dropout_;
+    return params;
+  }
+
+  // The products are of 16-bit types.
+  void check_half() const {
+    if (size_of(rows.dtype()) != 2) fail(op, ": x must be a float16 or bfloat16 tensor");
+  }
+
+  void check_rank(int64_t rank) const {
+    if (rank < 1 || rank > kMaxLoraRank)
+      fail(op, ": the rank must be 1 to ", kMaxLoraRank, "; got ", rank);
+  }
+
+  void check_device(const char* name, const View& view) const {
+    if (view.device_type != x_.device_type || view.device_index != x_.device_index)
+      fail(op, ": ", name, " is on another device than x");
+  }
+
+  Tensor allocate(int64_t rows, int64_t columns, DType dtype) const {
+    const int64_t sizes[2] = {rows, columns};
+    return empty_contiguous(sizes, 2, torch_dtype(dtype), x_.device_type, x_.device_index);
+  }
+
+  const char* op;
+  RowCall rows;
+
+ private:
+  View x_;
+  LoraDropout dropout_;
+  double keep_factor_ = 1;
+};
+
+// --- t
+
+class DownCall : public LoraCall {
+ public:
+  DownCall(const Tensor& x, const Tensor& factor, const OptionalTensor& seed, double scale,
+           double dropout_p)
+      : LoraCall("lora_down", x, seed, dropout_p) {
+    check_half();
+    View view(factor);
+    check_device("factor", view);
+    const DType dtype = dtype_of(view).value_or(DType::kFloat64);
+    if (dtype != rows.dtype() && dtype != DType::kFloat32)
+      fail(op, ": factor must have the dtype of x, or float32");
+    if (view.dim != 2 || view.sizes[1] != rows.columns())
+      fail(op, ": factor must have shape (r, ", rows.columns(), "); got ", shape_of(view));
+    check_rank(view.sizes[0]);
+    // Of one rank, or of one column, the stride says nothing.
+    auto has_neighbours = [&](int d) { return view.sizes[d] <= 1 || view.strides[d] == 1; };
+    if (!has_neighbours(0) && !has_neighbours(1))
+      view = View(factor_copy_.emplace(torch::stable::contiguous(factor)));
+    params = parameters<LoraDownParams>(scale);
+    params.factor_dtype = dtype;
+    params.rank = static_cast<int>(view.sizes[0]);
+    params.factor = view.data;
+    params.rank_is_inner = !has_neighbours(1);
+    params.factor_stride = stride_of(view, params.rank_is_inner ? 1 : 0);
+  }
+
+  Tensor allocate_t() {
+    Tensor t = allocate(params.rows, lora_pitch(params.rank), params.dtype);
+    params.t = View(t).data;
+    return t;
+  }
+
+  LoraDownParams params;
+
+ private:
+  // Of one row the stride would only look unaligned.
+  static int64_t stride_of(const View& view, int d) {
+    return view.sizes[d] > 1 ? view.strides[d] : 0;
+  }
+
+  OptionalTensor factor_copy_;
+};
+
+Tensor lora_down(const Tensor& x, const Tensor& factor, OptionalTensor seed, double scale,
+                 double dropout_p) {
+  DownCall call(x, factor, seed, scale, dropout_p);
+  Tensor t = call.allocate_t();
+  if (call.params.rows == 0) return t;
+  const int32_t device = call.rows.device_index();
+  DeviceScope scope(device);
+  const LoraConfig config =
+      choose_lora_down_config(call.params, device_traits<lora_device_traits>(device));
+  call.rows.print(config);
+  const Tensor workspace = call.rows.allocate_workspace(config.workspace_size);
+  throw_on_error(
+      launch_lora_down(call.params, config, View(workspace).data, current_stream(device)), call.op);
+  return t;
+}
+
+// What lora_down would launch, as JSON. The operands may be CPU tensors, which stand for CUDA
+// tensors of that layout.
+std::string lora_down_plan(const Tensor& x, const Tensor& factor, OptionalTensor seed, double scale,
+                           double dropout_p, int64_t num_sms) {
+  const DeviceTraits device = planned_device<lora_device_traits>(num_sms);
+  DownCall call(x, factor, seed, scale, dropout_p);
+  return call.rows.describe(choose_lora_down_config(call.params, device));
+}
+
+// --- Gradients of the factors
+
+class UpCall : public LoraCall {
+ public:
+  UpCall(const Tensor& t, const Tensor& x, const OptionalTensor& seed, int64_t rank,
+         double dropout_p, bool transposed, bool in_float32)
+      : LoraCall("lora_up", x, seed, dropout_p) {
+    check_half();
+    check_rank(rank);
+    const View view(t);
+    check_device("t", view);
+    params = parameters<LoraUpParams>(1);
+    params.rank = static_cast<int>(rank);
+    const int64_t pitch = lora_pitch(params.rank);
+    if (dtype_of(view) != params.dtype) fail(op, ": t must have the dtype of x");
+    if (view.dim != 2 || view.sizes[0] != params.rows || view.sizes[1] != pitch)
+      fail(op, ": t must have shape (", params.rows, ", ", pitch, "); got ", shape_of(view));
+    params.t = view.data;
+    if (!view.is_contiguous() || !is_aligned(view.data)) {
+      t_copy_ = allocate(params.rows, pitch, params.dtype);
+      torch::stable::copy_(*t_copy_, t);
+      params.t = View(*t_copy_).data;
+    }
+    params.transposed = transposed;
+    params.output_dtype = in_float32 ? DType::kFloat32 : params.dtype;
+  }
+
+  Tensor allocate_output() {
+    Tensor output = params.transposed ? allocate(params.columns, params.rank, params.output_dtype)
+                                      : allocate(params.rank, params.columns, params.output_dtype);
+    params.output = View(output).data;
+    return output;
+  }
+
+  LoraUpParams params;
+
+ private:
+  OptionalTensor t_copy_;
+};
+
+Tensor lora_up(const Tensor& t, const Tensor& x, OptionalTensor seed, int64_t rank,
+               double dropout_p, bool transposed, bool in_float32) {
+  UpCall call(t, x, seed, rank, dropout_p, transposed, in_float32);
+  Tensor output = call.allocate_output();
+  // No rows are no empty case: the sums over them are written, too.
+  if (call.params.columns == 0) return output;
+  const int32_t device = call.rows.device_index();
+  DeviceScope scope(device);
+  const LoraConfig config =
+      choose_lora_up_config(call.params, device_traits<lora_device_traits>(device));
+  call.rows.print(config);
+  const Tensor workspace = call.rows.allocate_workspace(config.workspace_size);
+  throw_on_error(launch_lora_up(call.params, config, View(workspace).data, current_stream(device)),
+                 call.op);
+  return output;
+}
+
+// See lora_down_plan.
+std::string lora_up_plan(const Tensor& t, const Tensor& x, OptionalTensor seed, int64_t rank,
+                         double dropout_p, bool transposed, bool in_float32, int64_t num_sms) {
+  const DeviceTraits device = planned_device<lora_device_traits>(num_sms);
+  UpCall call(t, x, seed, rank, dropout_p, transposed, in_float32);
+  return call.rows.describe(choose_lora_up_config(call.params, device));
+}
+
+// --- Dropout
+
+Tensor lora_dropout(const Tensor& x, const Tensor& seed, double dropout_p) {
+  LoraCall call("lora_dropout", x, seed, dropout_p);
+  auto params = call.parameters<LoraDropoutParams>(1);
+  Tensor output = call.allocate(params.rows, params.columns, params.dtype);
+  params.output = View(output).data;
+  const int32_t device = call.rows.device_index();
+  DeviceScope scope(device);
+  throw_on_error(launch_lora_dropout(params, device_traits<lora_device_traits>(device),
+                                     current_stream(device)),
+                 call.op);
+  return output;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
+  m.impl("lora_down", TORCH_BOX(&lora_down));
+  m.impl("lora_up", TORCH_BOX(&lora_up));
+  m.impl("lora_dropout", TORCH_BOX(&lora_dropout));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
+  m.impl("lora_down_plan", TORCH_BOX(&lora_down_plan));
+  m.impl("lora_up_plan", TORCH_BOX(&lora_up_plan));
+}
+
+}  // namespace fusedcuda

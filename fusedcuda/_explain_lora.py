@@ -1,0 +1,332 @@
+"""``explain`` of the lora family."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _explain_linear_act, _explain_pointwise, _jit
+from ._explanation import Explainers, Explanation, ask, multiprocessors
+from .ops import _lora_cuda as cuda
+from .ops import _lora_reference as reference
+from .ops import linear_act as linear_family
+from .ops import lora as family
+from .ops import pointwise
+from .ops._activations import ACTIVATIONS, activation_code
+from .ops._lora_reference import NONE, as_matrix
+
+_Launch = dict[str, Any]
+
+
+class _Parts:
+    """What a call consists of, one part after the other."""
+
+    def __init__(self) -> None:
+        self.launches: list[_Launch] = []
+        self.bytes_moved = 0
+        self.lines: list[str] = []
+
+    def add(self, launch: _Launch, tensors: list[Tensor | None], line: str) -> None:
+        self.launches.append(launch)
+        self.bytes_moved += sum(t.nbytes for t in tensors if t is not None)
+        self.lines.append(line)
+
+    def include(self, explanation: Explanation) -> None:
+        self.launches += explanation.launches
+        self.bytes_moved += explanation.bytes_moved
+        self.lines += explanation._lines
+
+    def explanation(self, name: str) -> Explanation:
+        return Explanation(name, tuple(self.launches), self.bytes_moved, tuple(self.lines))
+
+
+def _explain_lora_linear(arguments: dict[str, Any], backward: bool) -> Explanation:
+    names = ("x", "weight", "bias", "lora_a", "lora_b")
+    operands: tuple[Any, ...] = family.cast(*(arguments[name] for name in names))
+    activation = activation_code("lora_linear", arguments["activation"])
+    scale, dropout_p = arguments["scale"], arguments["dropout_p"]
+    drops = arguments["training"] and dropout_p > 0
+    seed = torch.zeros(1, dtype=torch.int64, device=operands[0].device) if drops else None
+    call: tuple[Any, ...] = (*operands, seed, activation, scale, dropout_p)
+    reference.check_lora("lora_linear", *call)
+    parts = _Parts()
+    describe = _describe_backward if backward else _describe_forward
+    describe(parts, *call)
+    return parts.explanation("lora_linear")
+
+
+def _describe_forward(
+    parts: _Parts,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    seed: Tensor | None,
+    activation: int,
+    scale: float,
+    dropout_p: float,
+) -> None:
+    y, t, *z = reference.lora_linear_forward_fake(
+        x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p
+    )
+    _add_down(parts, "t", as_matrix(x), lora_a, seed, scale, dropout_p)
+    records = torch.is_grad_enabled() and any(
+        operand is not None and operand.requires_grad
+        for operand in (x, weight, bias, lora_a, lora_b)
+    )
+    saves = records and bool(z)
+    in_product = NONE if saves else activation
+    path = cuda.choose_path()
+    factor = cuda.padded(lora_b.detach(), t, dim=1)
+    if path == "extended" and _add_extended(parts, x, weight, bias, t, factor, y, in_product):
+        activation_left = saves
+    else:
+        _add_linear_and_branch(parts, path, x, weight, bias, t, lora_b, y)
+        activation_left = activation != NONE and not (path == "residual" and not saves)
+    if activation_left:
+        given = {"x": y, "bias": 0.0, "activation": _name_of(activation)}
+        parts.include(_explain_pointwise.EXPLAINERS[pointwise.bias_act](given, False))
+
+
+def _add_linear_and_branch(
+    parts: _Parts,
+    path: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    t: Tensor,
+    lora_b: Tensor,
+    y: Tensor,
+) -> None:
+    linear: dict[str, Any] = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "allow_low_precision_reduction": False,
+    }
+    if path == "residual":
+        parts.add(_cublas("t @ lora_b.T"), [t, lora_b, y], "  t @ lora_b.T: cuBLAS")
+        linear["residual"] = y
+        explain = _explain_linear_act.EXPLAINERS[linear_family.linear_residual]
+    else:
+        linear["activation"] = "none"
+        explain = _explain_linear_act.EXPLAINERS[linear_family.linear_act]
+    with torch.no_grad():  # nothing of the linear itself is kept
+        parts.include(explain(linear, False))
+    if path != "residual":
+        parts.add(
+            _cublas("t @ lora_b.T"),
+            [t, lora_b, y, y],
+            "  t @ lora_b.T: cuBLAS, added to the finished linear, which is rounded before",
+        )
+
+
+def _add_extended(
+    parts: _Parts,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    t: Tensor,
+    factor: Tensor,
+    y: Tensor,
+    activation: int,
+) -> bool:
+    """One product of both, if there is a kernel for that."""
+    _jit.load(linear_family.FAMILY)
+    text = torch.ops.fusedcuda.linear_act_extended_plan(x, weight, bias, t, factor, activation)
+    if not text:
+        return False
+    plan = json.loads(text)
+    plan["kernels"] = _explain_linear_act._kernels(plan)
+    lines = _explain_linear_act._describe(plan)
+    parts.add(plan, [x, weight, bias, t, factor, y], "\n".join(lines))
+    parts.lines.append(f"    with {factor.shape[1]} more products in each sum: the branch")
+    return True
+
+
+def _describe_backward(
+    parts: _Parts,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    seed: Tensor | None,
+    activation: int,
+    scale: float,
+    dropout_p: float,
+) -> None:
+    """With a gradient of weight and bias only where they ask for one: they are frozen as a rule."""
+    dy, t, *_ = reference.lora_linear_forward_fake(
+        x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p
+    )
+    dz, rows = as_matrix(dy), as_matrix(x)
+    if activation != NONE:
+        given = {"x": dy, "bias": 0.0, "activation": _name_of(activation)}
+        parts.include(_explain_pointwise.EXPLAINERS[pointwise.bias_act](given, True))
+    _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
+    factor = cuda.padded(lora_a.detach(), t, dim=0)
+    by_one_product = (
+        cuda.choose_path() == "extended"
+        and seed is None
+        and _add_extended(parts, dz, weight.detach().T, None, t, factor.T, rows, NONE)
+    )
+    if not by_one_product:
+        _add_dx_and_branch(parts, dz, weight, t, factor, rows, seed)
+    if weight.requires_grad:
+        parts.add(_cublas("dz.T @ x"), [dz, rows, weight], "  gradient of weight: as linear_act's")
+    if bias is not None and bias.requires_grad:
+        parts.add(_cublas("sum of dz"), [dz, bias], "  gradient of bias: as linear_act's")
+    _add_up(parts, "lora_a", t, rows, lora_a, seed, dropout_p, transposed=False)
+    _add_up(parts, "lora_b", t, dz, lora_b, None, 0.0, transposed=True)
+
+
+def _add_dx_and_branch(
+    parts: _Parts,
+    dz: Tensor,
+    weight: Tensor,
+    dt: Tensor,
+    factor: Tensor,
+    rows: Tensor,
+    seed: Tensor | None,
+) -> None:
+    line = "  gradient of x: a product as linear_act's"
+    parts.add(_cublas("dz @ weight"), [dz, weight, rows], line)
+    if seed is None:
+        line = "    its part of the branch: cuBLAS, added to the finished product"
+        parts.add(_cublas("dt @ lora_a"), [dt, factor, rows, rows], line)
+        return
+    line = "    its part of the branch: cuBLAS, dropout by a kernel of its own, and a sum"
+    parts.add(_cublas("dt @ lora_a", kernels=3), [dt, factor, *[rows] * 6], line)
+
+
+def _explain_lora_mlp(arguments: dict[str, Any], backward: bool) -> Explanation:
+    x, activation = arguments["x"], arguments["activation"]
+    activation_code("lora_mlp", activation)
+    layers = {"gate": arguments["gate"], "up": arguments["up"], "down": arguments["down"]}
+    gated = layers["gate"] is not None
+    parts = _Parts()
+
+    def layer(name: str, rows: Tensor, activation: str = "none") -> tuple[Explanation, Tensor]:
+        weights = family.weights_of(name, layers[name])
+        output = rows.new_empty(*rows.shape[:-1], weights.weight.shape[0])
+        given: dict[str, Any] = {"x": rows, "weight": weights.weight, "bias": weights.bias}
+        given["activation"] = activation
+        if weights.lora_a is None:
+            given["allow_low_precision_reduction"] = False
+            explain = _explain_linear_act.EXPLAINERS[linear_family.linear_act]
+            return explain(given, backward), output
+        given |= {"lora_a": weights.lora_a, "lora_b": weights.lora_b, "scale": weights.scale}
+        given |= {"dropout_p": weights.dropout_p, "training": arguments["training"]}
+        return _explain_lora_linear(given, backward), output
+
+    up, h = layer("up", x, "none" if gated else activation)
+    found = [up]
+    if gated:
+        gate, h = layer("gate", x)
+        given = {"gate": h, "up": h, "activation": activation}
+        found = [gate, up, _explain_pointwise.EXPLAINERS[pointwise.act_mul](given, backward)]
+    found.append(layer("down", h)[0])
+    for explanation in reversed(found) if backward else found:
+        parts.include(explanation)
+    return parts.explanation("lora_mlp")
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts
+# --------------------------------------------------------------------------------------------------
+
+
+def _name_of(activation: int) -> str:
+    return next(name for name, code in ACTIVATIONS.items() if code == activation)
+
+
+def _cublas(what: str, kernels: int = 1) -> _Launch:
+    return {"op": what, "path": "cublas", "kernels": kernels, "copies": []}
+
+
+def _add_down(
+    parts: _Parts,
+    what: str,
+    x: Tensor,
+    factor: Tensor,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> None:
+    t = reference.lora_down_fake(x, factor, seed, scale, dropout_p)
+    if not cuda.has_kernel(x.dtype):
+        _add_product(parts, what, [x, factor, t], x, seed)
+        return
+    arguments = (x, factor, seed, scale, dropout_p, multiprocessors())
+    plan = ask(family.FAMILY, *arguments, plan="lora_down_plan")
+    passes = plan["chunks"]
+    _add_plan(parts, plan, what, [factor, t, *[x] * passes], x, has_sum=plan["splits"] > 1)
+
+
+def _add_up(
+    parts: _Parts,
+    name: str,
+    t: Tensor,
+    x: Tensor,
+    parameter: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    transposed: bool,
+) -> None:
+    what = f"gradient of {name}"
+    if not cuda.has_kernel(x.dtype):
+        _add_product(parts, what, [t, x, parameter], x, seed)
+        return
+    rank = parameter.shape[1 if transposed else 0]
+    in_float32 = parameter.dtype == torch.float32
+    arguments = (t, x, seed, rank, dropout_p, transposed, in_float32, multiprocessors())
+    plan = ask(family.FAMILY, *arguments, plan="lora_up_plan")
+    _add_plan(parts, plan, what, [t, parameter, *[x] * plan["chunks"]], x, has_sum=True)
+
+
+def _add_product(
+    parts: _Parts, what: str, tensors: list[Tensor | None], x: Tensor, seed: Tensor | None
+) -> None:
+    how = f"cuBLAS: {x.dtype} has no kernel of its own"
+    if seed is not None:
+        how += ", after a kernel for dropout"
+        tensors = [*tensors, x, x]
+    parts.add(_cublas(what, kernels=1 + (seed is not None)), tensors, f"  {what}: {how}")
+
+
+def _add_plan(
+    parts: _Parts,
+    plan: _Launch,
+    what: str,
+    tensors: list[Tensor | None],
+    x: Tensor,
+    has_sum: bool,
+) -> None:
+    if plan["path"] == "empty":
+        parts.add(plan | {"kernels": 0}, [], f"  {what}: empty")
+        return
+    plan["kernels"] = 1 + has_sum + len(plan["copies"])
+    ways = [f"{plan['blocks']} blocks of {plan['threads']} threads, products by tensor cores"]
+    if plan["vec"] == 1:
+        ways.append("x element by element: its rows start off a 16-byte boundary")
+    if not plan["factor_aligned"]:
+        ways.append("the factor element by element: its rows start off a 16-byte boundary")
+    if plan["chunks"] > 1:
+        ways.append(f"x read {plan['chunks']} times, for 64 ranks each")
+    if has_sum:
+        ways.append(f"{plan['splits']} parts, added up by a second kernel")
+    if plan["copies"]:
+        ways.append("x copied first, so that its elements lie side by side")
+        tensors = [*tensors, x, x]
+    parts.add(plan, tensors, f"  {what}: {'; '.join(ways)}")
+
+
+EXPLAINERS: Explainers = {
+    family.lora_linear: _explain_lora_linear,
+    family.lora_mlp: _explain_lora_mlp,
+}

@@ -1,0 +1,238 @@
+"""The layers of the lora family on CUDA: which operators a call consists of.
+
+Three parts: ``t`` by the skinny kernel (``_down``), the product with the branch in it
+(``_product``, ``_product_dx``), and the gradients of the factors (``_up``). The second has several
+paths, of which ``choose_path`` takes one; ``torch.ops.fusedcuda.lora_use`` forces another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._linear_act_reference import NONE
+from ._lora_reference import (
+    DA,
+    DB,
+    DBIAS,
+    DWEIGHT,
+    DX,
+    as_matrix,
+    pitch_of,
+    saves_z,
+)
+
+_ops = torch.ops.fusedcuda
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+# --------------------------------------------------------------------------------------------------
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    seed: Tensor | None,
+    activation: int,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    t = _down(as_matrix(x), lora_a, seed, scale, dropout_p)
+    return _product(x, weight, bias, t, lora_b, activation, saves=False)[0]
+
+
+def lora_linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    seed: Tensor | None,
+    activation: int,
+    scale: float,
+    dropout_p: float,
+) -> list[Tensor]:
+    t = _down(as_matrix(x), lora_a, seed, scale, dropout_p)
+    y, *z = _product(x, weight, bias, t, lora_b, activation, saves=saves_z(activation))
+    return [y, t, *z]
+
+
+def lora_linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    saved: Tensor | None,
+    t: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    seed: Tensor | None,
+    activation: int,
+    scale: float,
+    dropout_p: float,
+    mask: int,
+) -> list[Tensor]:
+    dz = dy.contiguous()  # read up to five times
+    if saved is not None:
+        (dz,) = _ops.bias_act_backward.default(dz, saved, _ZERO, activation, 0b01)
+    rank, rows = lora_a.shape[0], as_matrix(dz)
+    gradients = []
+    if mask & (DX | DA):
+        dt = _down(rows, lora_b.T, None, scale, 0.0)
+    if mask & DX:
+        gradients.append(_product_dx(dz, x, weight, dt, lora_a, seed, dropout_p))
+    if mask & (DWEIGHT | DBIAS):
+        gradients += _ops.linear_act_backward.default(
+            dz, x, weight, None, NONE, mask & (DWEIGHT | DBIAS), False
+        )
+    if mask & DA:
+        gradients.append(_up(dt, as_matrix(x), lora_a, rank, seed, dropout_p, transposed=False))
+    if mask & DB:
+        gradients.append(_up(t, rows, lora_b, rank, None, 0.0, transposed=True))
+    return gradients
+
+
+# --------------------------------------------------------------------------------------------------
+# The product with the branch in it
+# --------------------------------------------------------------------------------------------------
+
+# How the branch comes to the linear:
+#   extended: in the same product, as more of what is added up (linear_act_extended); apart where
+#     that has no kernel, or a slower one
+#   apart: added to the finished product, in place (two more passes over the output)
+#   residual: made first, and added where the product is rounded (one write, one read)
+PATHS = ("auto", "extended", "apart", "residual")
+_chosen = "auto"
+
+
+def use(path: str) -> str:
+    """Forces a path from now on; returns what was chosen before."""
+    global _chosen
+    if path not in PATHS:
+        raise ValueError(f"lora_use: path must be one of {', '.join(PATHS)}; got {path!r}")
+    before, _chosen = _chosen, path
+    return before
+
+
+def choose_path() -> str:
+    """The path of :func:`_product`."""
+    return "extended" if _chosen == "auto" else _chosen
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    t: Tensor,
+    lora_b: Tensor,
+    activation: int,
+    saves: bool,
+) -> list[Tensor]:
+    """``[act(z)]``, or ``[act(z), z]`` with ``saves``: z = x @ weight.T + bias + t @ lora_b.T."""
+    factor = padded(lora_b, t, dim=1)
+    path = choose_path()
+    in_product = NONE if saves else activation
+    if path == "extended":
+        z = _ops.linear_act_extended.default(x, weight, bias, t, factor, in_product)
+        if z and saves:
+            return [_ops.bias_act.default(z[0], _ZERO, activation), z[0]]
+        if z:
+            return z
+    if path == "residual":
+        branch = torch.mm(t, factor.T).view(*x.shape[:-1], weight.shape[0])
+        z = [_ops.linear_act.default(x, weight, bias, branch, in_product, False)]
+        if not saves:
+            return z
+    else:
+        z = [_ops.linear_act.default(x, weight, bias, None, NONE, False)]
+        as_matrix(z[0]).addmm_(t, factor.T)
+    if activation == NONE:
+        return z
+    y = _ops.bias_act.default(z[0], _ZERO, activation)
+    return [y, *z] if saves else [y]
+
+
+def _product_dx(
+    dz: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    dt: Tensor,
+    lora_a: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """``dz @ weight + dropout(dt @ lora_a)``, in the shape of ``x``, which is not read."""
+    factor = padded(lora_a, dt, dim=0)
+    if choose_path() == "extended" and seed is None:
+        dx = _ops.linear_act_extended.default(dz, weight.T, None, dt, factor.T, NONE)
+        if dx:
+            return dx[0]
+    (dx,) = _ops.linear_act_backward.default(dz, x, weight, None, NONE, DX, False)
+    rows = as_matrix(dx)
+    if seed is None:
+        rows.addmm_(dt, factor)
+    else:
+        rows.add_(_ops.lora_dropout.default(torch.mm(dt, factor), seed, dropout_p))
+    return dx
+
+
+def padded(factor: Tensor, t: Tensor, dim: int) -> Tensor:
+    """A factor as it is multiplied by ``t``: of its dtype, and with as many ranks.
+
+    cuBLAS takes four times as long where the ranks are no multiple of 8 (67 us instead of 16 for
+    5 of them; shared/TARGETS.md, H200).
+    """
+    rank, ranks = factor.shape[dim], t.shape[1]
+    if rank == ranks:
+        return factor.to(t.dtype)
+    shape = list(factor.shape)
+    shape[dim] = ranks
+    wide = t.new_zeros(shape)
+    wide.narrow(dim, 0, rank).copy_(factor)
+    return wide
+
+
+# --------------------------------------------------------------------------------------------------
+# Skinny products
+# --------------------------------------------------------------------------------------------------
+
+# A number that kernels take from the host.
+_ZERO = torch.zeros(())
+
+
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Whether the skinny products are our own: of 16-bit types. cuBLAS makes the others."""
+    return dtype.itemsize == 2
+
+
+def _down(x: Tensor, factor: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> Tensor:
+    """:func:`_lora_reference.lora_down`"""
+    if has_kernel(x.dtype):
+        return _ops.lora_down.default(x, factor, seed, scale, dropout_p)
+    if seed is not None:
+        x = _ops.lora_dropout.default(x, seed, dropout_p)
+    rank = factor.shape[0]
+    t = x.new_zeros(x.shape[0], pitch_of(rank))
+    t[:, :rank].addmm_(x, factor.T, beta=0, alpha=scale)
+    return t
+
+
+def _up(
+    t: Tensor,
+    x: Tensor,
+    parameter: Tensor,
+    rank: int,
+    seed: Tensor | None,
+    dropout_p: float,
+    transposed: bool,
+) -> Tensor:
+    """:func:`_lora_reference.lora_up`, in the dtype of ``parameter``."""
+    if has_kernel(x.dtype):
+        in_float32 = parameter.dtype == torch.float32
+        return _ops.lora_up.default(t, x, seed, rank, dropout_p, transposed, in_float32)
+    if seed is not None:
+        x = _ops.lora_dropout.default(x, seed, dropout_p)
+    narrow = t[:, :rank]
+    return torch.mm(x.T, narrow) if transposed else torch.mm(narrow.T, x)

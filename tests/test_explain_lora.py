@@ -1,0 +1,140 @@
+"""What `fusedcuda.explain` says of the lora family; it needs no GPU. Plans: test_lora_plan.py."""
+
+import pytest
+import torch
+from layouts import shifted, spread
+
+from fusedcuda import LoRAWeights, explain, lora_linear, lora_mlp
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(load_family):
+    load_family("lora")
+    load_family("linear_act")
+    load_family("pointwise")
+
+
+@pytest.fixture
+def use():
+    """Called in a test, it forces a path until the test's end."""
+    before = torch.ops.fusedcuda.lora_use("auto")
+    yield torch.ops.fusedcuda.lora_use
+    torch.ops.fusedcuda.lora_use(before)
+
+
+@pytest.fixture
+def hopper():
+    before = torch.ops.fusedcuda.linear_act_use("hopper")
+    yield
+    torch.ops.fusedcuda.linear_act_use(before)
+
+
+def operands(m: int = 8192, n: int = 512, k: int = 256, rank: int = 16, dtype=BF16):
+    return (
+        torch.empty(m, k, dtype=dtype),
+        torch.empty(n, k, dtype=dtype),
+        torch.empty(rank, k, dtype=dtype, requires_grad=True),
+        torch.empty(n, rank, dtype=dtype, requires_grad=True),
+        0.5,
+    )
+
+
+@pytest.mark.usefixtures("hopper")
+def test_one_product_of_both():
+    x, weight, lora_a, lora_b, scale = operands()
+    forward = explain(lora_linear, x, weight, lora_a, lora_b, scale)
+    assert forward.kernels == 2
+    output, t = 8192 * 512 * 2, 8192 * 16 * 2
+    once = x.nbytes + weight.nbytes + lora_a.nbytes + lora_b.nbytes + output
+    assert forward.bytes_moved == once + x.nbytes + 2 * t
+    text = str(forward)
+    assert "linear_act_kernel_sm90" in text
+    assert "with 16 more products in each sum: the branch" in text
+    # With a gradient an activation is a kernel, since z is kept; of relu the output will do.
+    for activation, kernels in (("silu", 3), ("relu", 2)):
+        plan = explain(lora_linear, x, weight, lora_a, lora_b, scale, None, activation)
+        assert plan.kernels == kernels
+        with torch.no_grad():
+            plan = explain(lora_linear, x, weight, lora_a, lora_b, scale, None, activation)
+        assert plan.kernels == 2
+    backward = explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True)
+    assert "with 16 more products in each sum: the branch" in str(backward)
+    assert backward.kernels == 1 + 1 + 2 * 2
+
+
+def test_forward_apart(use):
+    use("apart")
+    x, weight, lora_a, lora_b, scale = operands()
+    explanation = explain(lora_linear, x, weight, lora_a, lora_b, scale)
+    assert explanation.function == "lora_linear"
+    output, t = 8192 * 512 * 2, 8192 * 16 * 2
+    expected = 2 * x.nbytes + weight.nbytes + lora_a.nbytes + lora_b.nbytes + 3 * output + 2 * t
+    assert explanation.bytes_moved == expected
+    text = str(explanation)
+    assert "t: 128 blocks of 256 threads, products by tensor cores" in text
+    assert "linear_act: 8192 x 512 from 256 products each" in text
+    assert "added to the finished linear, which is rounded before" in text
+    with_act = explain(lora_linear, x, weight, lora_a, lora_b, scale, None, "silu")
+    assert with_act.kernels == explanation.kernels + 1
+    assert with_act.bytes_moved == explanation.bytes_moved + 2 * output
+
+
+def test_forward_with_the_branch_first(use):
+    use("residual")
+    x, weight, lora_a, lora_b, scale = operands()
+    text = str(explain(lora_linear, x, weight, lora_a, lora_b, scale))
+    assert "residual added" in text
+    assert "finished" not in text
+
+
+def test_backward(use):
+    use("apart")
+    x, weight, lora_a, lora_b, scale = operands()
+    backward = explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True)
+    text = str(backward)
+    for part in ("gradient of t", "gradient of x", "gradient of lora_a", "gradient of lora_b"):
+        assert part in text
+    assert "gradient of weight" not in text  # it is frozen
+    weight.requires_grad_()
+    text = str(explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True))
+    assert "gradient of weight" in text
+    drops = {"dropout_p": 0.1, "training": True}
+    dropped = explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True, **drops)
+    assert "dropout by a kernel of its own" in str(dropped)
+    assert dropped.kernels > backward.kernels
+
+
+def test_why_it_is_not_at_its_fastest():
+    x, weight, lora_a, lora_b, scale = operands()
+    for given, why in (
+        ((shifted(x, 1), weight, lora_a, lora_b), "x element by element: its rows start off"),
+        ((x, weight, shifted(lora_a, 1), lora_b), "the factor element by element"),
+        ((spread(x), weight, lora_a, lora_b), "x copied first"),
+        (operands(rank=100)[:4], "x read 2 times, for 64 ranks each"),
+        (operands(m=16)[:4], "2 parts, added up by a second kernel"),
+        (operands(dtype=torch.float32)[:4], "cuBLAS: torch.float32 has no kernel of its own"),
+    ):
+        assert why in str(explain(lora_linear, *given, scale)), why
+
+
+def test_mlp_is_its_layers(use):
+    use("apart")
+    x, weight, lora_a, lora_b, scale = operands()
+    down = LoRAWeights(torch.empty(256, 512, dtype=BF16))
+    up = LoRAWeights(weight, lora_a, lora_b, scale)
+    layer = explain(lora_linear, x, weight, lora_a, lora_b, scale)
+    plain = explain(lora_mlp, x, up, down, "none")
+    assert plain.bytes_moved > layer.bytes_moved
+    gated = explain(lora_mlp, x, up, down, "silu", gate=up)
+    assert gated.kernels == plain.kernels + layer.kernels + 1
+    assert "gradient of lora_a" in str(explain(lora_mlp, x, up, down, "silu", backward=True))
+
+
+def test_it_refuses_what_the_call_would_refuse():
+    x, weight, lora_a, lora_b, scale = operands()
+    with pytest.raises(ValueError, match=r"^lora_linear: lora_b must have shape \(512, 16\)"):
+        explain(lora_linear, x, weight, lora_a, lora_b.T, scale)
+    with pytest.raises(TypeError, match=r"^lora_mlp: up must be a tuple"):
+        explain(lora_mlp, x, weight, weight)

@@ -1,0 +1,111 @@
+"""What the lora family would launch, by its plans; it needs the compiled family but no GPU."""
+
+import json
+from typing import Any
+
+import layouts
+import pytest
+import torch
+from torch import Tensor
+
+BF16 = torch.bfloat16
+H200_SMS = 132
+SHARED_OF_SM = 228 << 10
+_ops = torch.ops.fusedcuda
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(load_family):
+    load_family("lora")
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def down(x: Tensor, factor: Tensor) -> dict[str, Any]:
+    return json.loads(_ops.lora_down_plan(x, factor, None, 1.0, 0.0, H200_SMS))
+
+
+def up(x: Tensor, rank: int, t: Tensor | None = None) -> dict[str, Any]:
+    t = empty(x.shape[0], -(-rank // 8) * 8, dtype=x.dtype) if t is None else t
+    return json.loads(_ops.lora_up_plan(t, x, None, rank, 0.0, False, True, H200_SMS))
+
+
+def bytes_of_x_in_flight(plan: dict[str, Any]) -> int:
+    """On an SM: all stages of its blocks but the one that is worked on."""
+    resident = min(SHARED_OF_SM // (plan["shared_bytes"] + 1024), -(-plan["blocks"] // H200_SMS))
+    return resident * 3 * plan["rows_of_stage"] * plan["columns_of_stage"] * 2
+
+
+@pytest.mark.parametrize("factor_dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("rank", [1, 16, 64])
+@pytest.mark.parametrize("rows", [2048, 4096, 8192, 65536])
+def test_enough_is_on_its_way(rows, rank, factor_dtype):
+    """More than the 30 KB an SM that hide the latency of memory, in one pass over x."""
+    x = empty(rows, 4096)
+    for factor in (empty(rank, 4096, dtype=factor_dtype), empty(4096, rank, dtype=factor_dtype).T):
+        plan = down(x, factor)
+        assert bytes_of_x_in_flight(plan) > 36_000
+        assert plan["blocks"] >= 0.9 * H200_SMS
+        assert plan["chunks"] == 1
+        # The factor is not read more than x.
+        assert factor[:, 0].numel() * factor.itemsize <= 4 * plan["rows_of_stage"]
+    assert bytes_of_x_in_flight(up(x, rank)) > 36_000
+
+
+def test_many_rows_are_one_kernel():
+    for rank in (1, 16, 64):
+        plan = down(empty(8192, 4096), empty(rank, 4096))
+        assert (plan["blocks"], plan["splits"], plan["workspace"]) == (128, 1, 0)
+    assert down(empty(2048, 4096), empty(16, 4096))["splits"] == 1
+    assert down(empty(2048, 4096), empty(64, 4096))["splits"] == 8  # rather than the factor often
+
+
+def test_few_rows_are_split_over_the_card():
+    for rows in (1, 16):
+        plan = down(empty(rows, 4096), empty(16, 4096))
+        assert (plan["blocks"], plan["splits"]) == (32, 32)  # parts of 128 columns
+        assert plan["workspace"] == 32 * rows * 16
+    assert down(empty(16, 65536), empty(16, 65536))["blocks"] == 2 * H200_SMS
+
+
+@pytest.mark.parametrize("rank", [65, 128, 200, 512])
+def test_ranks_beyond_64_are_passes(rank):
+    assert down(empty(8192, 4096), empty(rank, 4096))["chunks"] == -(-rank // 64)
+    assert up(empty(8192, 4096), rank)["chunks"] == -(-rank // 64)
+
+
+def test_alignment():
+    x, factor = empty(64, 128), empty(16, 128)
+    assert (down(x, factor)["vec"], down(x, factor)["factor_aligned"]) == (8, True)
+    assert down(empty(64, 100)[:, :96], empty(16, 96))["vec"] == 1  # a pitch of 200 bytes
+    assert down(empty(64, 479), empty(16, 479))["vec"] == 1
+    assert down(layouts.shifted(x, 1), factor)["vec"] == 1
+    assert not down(x, empty(128, 5).T)["factor_aligned"]
+    assert down(x, empty(128, 12, dtype=torch.float32).T)["factor_aligned"]
+    assert down(empty(64, 136)[:, :128], factor)["vec"] == 8
+    # Of one row the stride says nothing.
+    assert down(empty(1, 128).expand(1, 128), empty(1, 128))["factor_aligned"]
+
+
+def test_copies():
+    x, factor = empty(64, 128), empty(16, 128)
+    assert down(x, factor)["copies"] == []
+    assert down(layouts.spread(x), factor)["copies"] == ["x"]
+    assert down(layouts.transposed(x), factor)["copies"] == ["x"]
+    assert up(layouts.spread(x), 16)["copies"] == ["x"]
+
+
+def test_empty():
+    assert down(empty(0, 128), empty(16, 128))["path"] == "empty"
+    assert up(empty(16, 0), 16)["path"] == "empty"
+    assert up(empty(0, 128), 16)["splits"] == 0  # zeros are written
+
+
+def test_parts_of_the_rows_are_as_many_as_there_is_room_for():
+    for columns in (4096, 14336):
+        plan = up(empty(8192, columns), 16)
+        panels = -(-columns // 128)
+        assert plan["splits"] == 2 * H200_SMS // panels
+        assert plan["workspace"] == plan["splits"] * 16 * columns
