@@ -24,9 +24,10 @@ STYLES = {
     "eager": {"color": "#bdbdbd", "linewidth": 1.4, "marker": "D", "linestyle": ":"},
     "compile max-autotune": {"color": "#666666", "marker": "X", "linestyle": "-"},
     "addmm_activation": {"color": "#a6a6a6", "marker": "p", "linestyle": "--"},
-    MATMUL: {"color": "#e0e0e0"},
-    "native": {"color": "#d4d4d4"},
+    MATMUL: {"color": "#e0e0e0", "marker": "|"},
+    "native": {"color": "#d4d4d4", "marker": "*"},
 }
+
 NAMES = {"compile": "torch.compile", "triton": "Triton, autotuned", "eager": "eager PyTorch",
          "liger": "Liger", "liger_packed": "Liger, packed", "quack": "QuACK",
          QUACK_ELSEWHERE: "QuACK, not interleaved", "native": "one native op",
@@ -191,6 +192,8 @@ def host(plt, summary: Summary, labels: Mapping[str, str]):
         p for p in (OURS, "native", "eager", "compile")
         if any(e.time(p, "host") for e in summary.group("host"))
     ]  # fmt: skip
+    if not providers:  # cases without a time, of which there may have been none left
+        return None
     figure, axes = plt.subplots(
         1,
         len(modes),

@@ -89,7 +89,7 @@ PYTHON
   cat "$report"
 fi
 if [[ $bench == yes ]]; then
-  "$python" -m bench "${families[@]}" --out "$out" --rounds 3 --budget "$budget" 2>&1 | tee -a build/results.log || failed=1
+  "$python" -m bench "${families[@]}" --at-once --out "$out" --rounds 3 --budget "$budget" 2>&1 | tee -a build/results.log || failed=1
   pack
 fi
 exit $failed
