@@ -259,8 +259,8 @@ def _add_down(
     dropout_p: float,
 ) -> None:
     t = reference.lora_down_fake(x, factor, seed, scale, dropout_p)
-    if not cuda.has_kernel(x.dtype):
-        _add_product(parts, what, [x, factor, t], x, seed)
+    if why := cuda.why_down_by_cublas(x, factor, seed is not None):
+        _add_product(parts, what, [x, factor, t], x, seed, why)
         return
     arguments = (x, factor, seed, scale, dropout_p, multiprocessors())
     plan = ask(family.FAMILY, *arguments, plan="lora_down_plan")
@@ -280,7 +280,8 @@ def _add_up(
 ) -> None:
     what = f"gradient of {name}"
     if not cuda.has_kernel(x.dtype):
-        _add_product(parts, what, [t, x, parameter], x, seed)
+        why = f"{x.dtype} has no kernel of its own"
+        _add_product(parts, what, [t, x, parameter], x, seed, why)
         return
     rank = parameter.shape[1 if transposed else 0]
     in_float32 = parameter.dtype == torch.float32
@@ -290,9 +291,14 @@ def _add_up(
 
 
 def _add_product(
-    parts: _Parts, what: str, tensors: list[Tensor | None], x: Tensor, seed: Tensor | None
+    parts: _Parts,
+    what: str,
+    tensors: list[Tensor | None],
+    x: Tensor,
+    seed: Tensor | None,
+    why: str,
 ) -> None:
-    how = f"cuBLAS: {x.dtype} has no kernel of its own"
+    how = f"cuBLAS: {why}"
     if seed is not None:
         how += ", after a kernel for dropout"
         tensors = [*tensors, x, x]

@@ -171,8 +171,13 @@ def check_linear(
     residual: Tensor | None = None,
     dy: Tensor | None = None,
     wrt: Sequence[str] | None = None,
+    run_on: str | None = None,
 ) -> Tensor:
-    """`check_function` of linear_act, or with a residual of linear_residual."""
+    """`check_function` of linear_act, or with a residual of linear_residual.
+
+    ``run_on``: the device that computes it, if not that of the operands, where all that it is
+    compared with is computed.
+    """
     dtype = x.dtype
     layer = Layer(x, weight, bias, activation, dtype)
     shape = (*x.shape[:-1], weight.shape[-2])
@@ -186,7 +191,7 @@ def check_linear(
     tensors = {"x": x, "weight": weight, "bias": bias}
     if residual is None:
         functions: list[Callable[..., Tensor]] = [
-            lambda x, w, b: fusedcuda.linear_act(x, w, b, activation),
+            lambda *tensors: fusedcuda.linear_act(*tensors, activation),
             lambda x, w, b: eager(x, w, b, activation),
             lambda x, w, b: act_with_saved(linear(x, w, b), activation, dtype),
         ]
@@ -198,17 +203,22 @@ def check_linear(
             lambda x, w, b, r: linear(x, w, b) + r,
             lambda x, w, b, r: linear(x, w, b) + r,
         ]
-    y = check_function(
+
+    def fused(*tensors: Tensor | None) -> Tensor:
+        y = functions[0](*(None if t is None else t.to(run_on or t.device) for t in tensors))
+        assert y.is_contiguous()
+        return y.to(x.device)
+
+    return check_function(
         "linear_act" if residual is None else "linear_residual",
-        *functions[:2],
+        fused,
+        functions[1],
         tensors,
         reference=functions[2],
         wrt=wrt,
         grad_outputs=[dy],
         magnitudes=magnitudes,
     )
-    assert y.is_contiguous()
-    return y
 
 
 def check_mlp(

@@ -283,6 +283,36 @@ def test_a_family_without_cases_is_not_started(monkeypatch):
     assert all_families.main(["--filter", "act_mul_packed"]) == 0
 
 
+def test_families_that_start_at_once_take_turns(monkeypatch, tmp_path):
+    """Their waiting is not part of their time, and nobody is given up while it waits."""
+    monkeypatch.setattr(all_families, "FAMILIES", ("norm", "pointwise"))
+    inside, order = [], []
+
+    def take_turn(name):
+        def main(arguments):
+            budget = harness.parse(name, arguments).budget
+            with harness.turn() as waited:
+                inside.append(name)
+                order.append((name, budget, waited))
+                harness.time.sleep(0.2)
+                assert inside == [name]
+                inside.clear()
+            return 3
+
+        return main
+
+    for module, name in ((bench_norm, "norm"), (bench_pointwise, "pointwise")):
+        monkeypatch.setattr(module, "main", take_turn(name))
+    assert all_families.main(["--at-once", "--budget", "100", "--filter", "host time"]) == 3
+    assert {name: budget for name, budget, _ in order} == pytest.approx(
+        {"norm": 100 * 6 / 21, "pointwise": 100 * 15 / 21}
+    )
+    assert sorted(waited >= 0.1 for *_, waited in order) == [False, True]
+    assert harness.TURN_VARIABLE not in harness.os.environ
+    with harness.turn() as waited:
+        assert waited == 0
+
+
 def test_an_unknown_family_is_named(capsys):
     with pytest.raises(SystemExit):
         all_families.main(["norms"])

@@ -73,7 +73,7 @@ def test_forward_apart(use):
     expected = 2 * x.nbytes + weight.nbytes + lora_a.nbytes + lora_b.nbytes + 3 * output + 2 * t
     assert explanation.bytes_moved == expected
     text = str(explanation)
-    assert "t: 128 blocks of 256 threads, products by tensor cores" in text
+    assert "t: cuBLAS: faster for many rows and ranks that are a multiple of 8" in text
     assert "linear_act: 8192 x 512 from 256 products each" in text
     assert "added to the finished linear, which is rounded before" in text
     with_act = explain(lora_linear, x, weight, lora_a, lora_b, scale, None, "silu")
@@ -104,6 +104,15 @@ def test_backward(use):
     dropped = explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True, **drops)
     assert "dropout by a kernel of its own" in str(dropped)
     assert dropped.kernels > backward.kernels
+
+
+def test_t_by_our_own_kernel():
+    x, weight, lora_a, lora_b, scale = operands(rank=5)
+    text = str(explain(lora_linear, x, weight, lora_a, lora_b, scale))
+    assert "t: 128 blocks of 256 threads, products by tensor cores" in text
+    x, weight, lora_a, lora_b, scale = operands()
+    drops = {"dropout_p": 0.1, "training": True}
+    assert "t: 128 blocks" in str(explain(lora_linear, x, weight, lora_a, lora_b, scale, **drops))
 
 
 def test_why_it_is_not_at_its_fastest():

@@ -108,7 +108,7 @@ inline bool hopper_can_run(const LinearActBwdParams& p, const DeviceTraits& devi
 
 // Whether it is faster than cuBLASLt's product with what that needs around it: with a tile for
 // every cluster at least. bench/tuning/linear_act_configs.cu on an H200, against the algorithm that
-// cuBLASLt recommends, 65536x512x16 to 8192x14336x4096: 1.03 to 1.28 times as fast without anything
+// cuBLASLt recommends, 65536x512x16 to 8192x14336x4096: 1.04 to 1.28 times as fast without anything
 // for the gradient, 0.99 for gelu_tanh at 65536x1024x480; cuBLASLt stores a mask or z in a second
 // kernel. With fewer tiles cuBLASLt has smaller ones, or splits k.
 inline bool hopper_is_faster(const LinearActParams& params, const DeviceTraits& device) {
@@ -179,8 +179,9 @@ inline LinearActBwdConfig choose_linear_act_bwd_config(const LinearActBwdParams&
   return config;
 }
 
-// Measured likewise: with dz = dy * act'(z) in a kernel of its own cuBLASLt takes 1.0 to 1.7 times
-// as long, and has no sum of dz. `m`: with short sums there is nothing to hide behind.
+// Measured likewise, tile by tile: with dz = dy * act'(z) in a kernel of its own cuBLASLt takes
+// 0.94 to 1.66 times as long, and then has no sum of dz. With short sums there is nothing to hide
+// behind.
 inline bool hopper_is_faster(const LinearActBwdParams& params, const DeviceTraits& device) {
   const LinearActBwdConfig config = choose_linear_act_bwd_config(params, device);
   return linear_act::count_tiles(params.m, params.k, config.dx) >=

@@ -40,7 +40,7 @@ template <typename T>
 class OwnPieces {
  public:
   // Of rows of `columns` elements, a multiple of a piece.
-  __device__ explicit OwnPieces(int columns) {
+  __device__ explicit OwnPieces(int columns) : columns_(columns) {
     constexpr int kPiece = kVectorBytes / sizeof(T);
     const int pieces = columns / kPiece;
     rows_apart_ = kLoraThreads / pieces;
@@ -55,20 +55,43 @@ class OwnPieces {
     for (int row = row_; row < rows; row += rows_apart_) f(row, column_);
   }
 
+  // Those of a tile of which all is there, from the place of its first element on.
+  __device__ __forceinline__ void copy(const T* from, int64_t stride, int rows, T* shared,
+                                       int pitch) const {
+    from += row_ * stride + column_;
+    shared += row_ * pitch + column_;
+#pragma unroll 4
+    for (int row = row_; row < rows; row += rows_apart_) {
+      copy_async_16(shared, from);
+      from += rows_apart_ * stride;
+      shared += rows_apart_ * pitch;
+    }
+  }
+
+  __device__ __forceinline__ int columns() const { return columns_; }
+
  private:
-  int row_, column_, rows_apart_;
+  int columns_, row_, column_, rows_apart_;
 };
 
-// The `rows` rows of a tile from (first_row, first_column) on, by all threads of the block.
+// The `rows` rows of a tile from (first_row, first_column) on, by all threads of the block. (Where
+// every piece asks whether it is there, the addresses and branches take longer than the copies: 70
+// instructions a piece, 36 us of 8192 x 4096 elements of two bytes.)
 template <typename T>
 __device__ __forceinline__ void fetch_tile(const PieceSource<T>& source, const OwnPieces<T>& pieces,
                                            int64_t first_row, int64_t first_column, int rows,
                                            T* shared, int pitch) {
+  const T* const first = source.data + first_row * source.stride + first_column;
+  if (source.aligned && first_row + rows <= source.rows &&
+      first_column + pieces.columns() <= source.columns) {
+    pieces.copy(first, source.stride, rows, shared, pitch);
+    return;
+  }
   pieces.for_each(rows, [&](int row, int column) {
-    const T* from = source.data + (first_row + row) * source.stride + first_column + column;
     const int64_t valid =
         first_row + row < source.rows ? source.columns - first_column - column : 0;
-    fetch_piece(shared + row * pitch + column, from, valid, source.aligned);
+    fetch_piece(shared + row * pitch + column, first + row * source.stride + column, valid,
+                source.aligned);
   });
 }
 

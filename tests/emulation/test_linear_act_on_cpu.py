@@ -60,7 +60,7 @@ def check(
     if bias is not None:
         z = z + bias.double()
     y, *saved = linear.linear_act(x, weight, bias, activation, saves=saves, **options)
-    # 32 roundings of the terms of z : a sum of k products is not exact to the last bit.
+    # 32 roundings of the terms of z: a sum of k products is not exact to the last bit.
     size = 1 + z.abs().max().item()
     assert_rounded("y", y, ACTIVATIONS[activation](z), magnitude=size)
     if saves is Saves.DERIVATIVE:
@@ -158,7 +158,7 @@ def test_values_that_are_not_finite(linear: LinearActEmulator) -> None:
     assert (mask[3, :2] == 255).all()
 
 
-# -- -- Elementwise kernels -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+# ---- Elementwise kernels -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
@@ -205,7 +205,7 @@ def test_padded_rows(linear: LinearActEmulator, k: int) -> None:
     assert not padded[:, k:].any()
 
 
-# -- -- Gradient -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
+# ---- Gradient ------------------------------------------------------------------------------------
 
 
 def check_gradient(
