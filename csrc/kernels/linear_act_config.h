@@ -179,12 +179,13 @@ inline LinearActBwdConfig choose_linear_act_bwd_config(const LinearActBwdParams&
   return config;
 }
 
-// Measured likewise, tile by tile: with dz = dy * act'(z) in a kernel of its own cuBLASLt takes
-// 0.94 to 1.66 times as long, and then has no sum of dz. With short sums there is nothing to hide
-// behind.
+// Measured likewise, tile by tile: with dz = dy * act'(z) in a kernel of its own and without a sum
+// of dz, cuBLASLt takes 1.21 to 1.66 times as long for a ReLU, whose mask is hardly there to read,
+// and 0.94 to 1.00 times for a derivative. With short sums there is nothing to hide behind.
 inline bool hopper_is_faster(const LinearActBwdParams& params, const DeviceTraits& device) {
   const LinearActBwdConfig config = choose_linear_act_bwd_config(params, device);
-  return linear_act::count_tiles(params.m, params.k, config.dx) >=
+  return params.saves == SavedForBackward::kMask &&
+         linear_act::count_tiles(params.m, params.k, config.dx) >=
              linear_act::resident_clusters(device, config.dx) &&
          params.n >= 8 * kGemmK;
 }
