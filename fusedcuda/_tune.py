@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import json
 import os
-import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -188,7 +187,7 @@ def measure(entry: dict[str, Any], algorithms: Sequence[str]) -> list[float]:
     for _ in range(_ROUNDS):
         for graph, own in zip(graphs, times, strict=True):
             own.append(1000 * _milliseconds(graph, replays) / (replays * len(operands)))
-    return [statistics.median(own) for own in times]
+    return [sorted(own)[len(own) // 2] for own in times]
 
 
 def _make_operands(entry: dict[str, Any]) -> list[list[Tensor]]:
