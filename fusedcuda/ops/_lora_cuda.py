@@ -231,8 +231,9 @@ def _down(x: Tensor, factor: Tensor, seed: Tensor | None, scale: float, dropout_
         return _ops.lora_down.default(x, factor, seed, scale, dropout_p)
     if seed is not None:
         x = _ops.lora_dropout.default(x, seed, dropout_p)
-    rank = factor.shape[0]
-    t = x.new_zeros(x.shape[0], pitch_of(rank))
+    rank, ranks = factor.shape[0], pitch_of(factor.shape[0])
+    # Only ranks that do not exist are filled: a kernel less for the usual ones.
+    t = (x.new_empty if rank == ranks else x.new_zeros)(x.shape[0], ranks)
     t[:, :rank].addmm_(x, factor.to(x.dtype).T, beta=0, alpha=scale)
     return t
 
