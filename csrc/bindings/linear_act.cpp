@@ -56,9 +56,6 @@ class Padding {
   }
 
  private:
-  // An aligned address that nobody reads.
-  static inline void* const kSomewhere = reinterpret_cast<void*>(uintptr_t{1} << 12);
-
   void* room(const LinearCall& call, const LinearLayer& layer, bool is_needed, int64_t rows) {
     if (!is_needed) return nullptr;
     const int64_t count = rows * padded_columns(layer.k);

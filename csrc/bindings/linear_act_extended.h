@@ -56,8 +56,6 @@ class Extended {
 
  private:
   static constexpr const char* kOp = "linear_act_extended";
-  // An aligned address that nobody reads: what will be allocated is aligned as well.
-  static inline void* const kSomewhere = reinterpret_cast<void*>(uintptr_t{1} << 12);
 
   LinearActParams params() const {
     const LinearLayer &layer = f_.layer, &narrow = branch_.layer();

@@ -15,6 +15,9 @@ bool takes_hopper(const Params& params, const PlanSource& source) {
   return source.backend == LinearBackend::kHopper || hopper_is_faster(params, source.device);
 }
 
+// An address that nobody reads, for memory that is not allocated yet and will be aligned as well.
+inline void* const kSomewhere = reinterpret_cast<void*>(uintptr_t{1} << 12);
+
 inline const char* const kWhyPadded = "rows do not start at multiples of 16 bytes";
 
 // A factor as the copy engine can read it: where it is, or, if there is room for one, a copy with
