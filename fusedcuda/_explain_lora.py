@@ -16,7 +16,8 @@ from .ops import linear_act as linear_family
 from .ops import lora as family
 from .ops import pointwise
 from .ops._activations import ACTIVATIONS, activation_code
-from .ops._lora_reference import NONE, as_matrix
+from .ops._lora_reference import NONE
+from .ops._rows import as_matrix
 
 _Launch = dict[str, Any]
 
@@ -85,7 +86,7 @@ def _describe_forward(
     if path == "extended" and _add_extended(parts, x, weight, bias, t, factor, y, in_product):
         activation_left = saves
     else:
-        _add_linear_and_branch(parts, path, x, weight, bias, t, lora_b, y)
+        _add_linear_and_branch(parts, path, x, weight, bias, t, factor, y)
         activation_left = activation != NONE and not (path == "residual" and not saves)
     if activation_left:
         given = {"x": y, "bias": 0.0, "activation": _name_of(activation)}
@@ -99,7 +100,7 @@ def _add_linear_and_branch(
     weight: Tensor,
     bias: Tensor | None,
     t: Tensor,
-    lora_b: Tensor,
+    factor: Tensor,
     y: Tensor,
 ) -> None:
     linear: dict[str, Any] = {
@@ -109,7 +110,7 @@ def _add_linear_and_branch(
         "allow_low_precision_reduction": False,
     }
     if path == "residual":
-        parts.add(_cublas("t @ lora_b.T"), [t, lora_b, y], "  t @ lora_b.T: cuBLAS")
+        parts.add(_cublas("t @ lora_b.T"), [t, factor, y], "  t @ lora_b.T: cuBLAS")
         linear["residual"] = y
         explain = _explain_linear_act.EXPLAINERS[linear_family.linear_residual]
     else:
@@ -118,11 +119,20 @@ def _add_linear_and_branch(
     with torch.no_grad():  # nothing of the linear itself is kept
         parts.include(explain(linear, False))
     if path != "residual":
-        parts.add(
-            _cublas("t @ lora_b.T"),
-            [t, lora_b, y, y],
-            "  t @ lora_b.T: cuBLAS, added to the finished linear, which is rounded before",
-        )
+        _add_branch(parts, t, factor, y)
+
+
+def _add_branch(parts: _Parts, t: Tensor, factor: Tensor, base: Tensor) -> None:
+    """To the finished product, which is rounded before."""
+    given: dict[str, Any] = {
+        "x": t,
+        "weight": factor,
+        "bias": None,
+        "residual": as_matrix(base),
+        "allow_low_precision_reduction": False,
+    }
+    with torch.no_grad():
+        parts.include(_explain_linear_act.EXPLAINERS[linear_family.linear_residual](given, False))
 
 
 def _add_extended(
@@ -197,8 +207,7 @@ def _add_dx_and_branch(
     line = "  gradient of x: a product as linear_act's"
     parts.add(_cublas("dz @ weight"), [dz, weight, rows], line)
     if seed is None:
-        line = "    its part of the branch: cuBLAS, added to the finished product"
-        parts.add(_cublas("dt @ lora_a"), [dt, factor, rows, rows], line)
+        _add_branch(parts, dt, factor.T, rows)
         return
     line = "    its part of the branch: cuBLAS, dropout by a kernel of its own, and a sum"
     parts.add(_cublas("dt @ lora_a", kernels=3), [dt, factor, *[rows] * 6], line)
@@ -279,11 +288,10 @@ def _add_up(
     transposed: bool,
 ) -> None:
     what = f"gradient of {name}"
-    if not cuda.has_kernel(x.dtype):
-        why = f"{x.dtype} has no kernel of its own"
+    rank = parameter.shape[1 if transposed else 0]
+    if why := cuda.why_up_by_cublas(t, x, parameter, rank, seed is not None):
         _add_product(parts, what, [t, x, parameter], x, seed, why)
         return
-    rank = parameter.shape[1 if transposed else 0]
     in_float32 = parameter.dtype == torch.float32
     arguments = (t, x, seed, rank, dropout_p, transposed, in_float32, multiprocessors())
     plan = ask(family.FAMILY, *arguments, plan="lora_up_plan")

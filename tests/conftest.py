@@ -22,6 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # In the environment, so that the workers of pytest-xdist draw the same inputs.
     if os.environ.setdefault(SEED_VARIABLE, "0") == "random":
         os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
+    # Each worker would start a thread for every core.
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

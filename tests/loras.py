@@ -13,7 +13,8 @@ import fusedcuda
 from fusedcuda.ops import _lora_cuda
 from fusedcuda.ops._activations import ACTIVATIONS as CODES
 from fusedcuda.ops._lora_dropout import keep_factor, keep_mask
-from fusedcuda.ops._lora_reference import NONE, as_matrix, pitch_of, saves_z
+from fusedcuda.ops._lora_reference import NONE, pitch_of, saves_z
+from fusedcuda.ops._rows import as_matrix
 
 _ops = torch.ops.fusedcuda
 NAMES = ("x", "weight", "bias", "lora_a", "lora_b")

@@ -61,6 +61,10 @@ def test_one_product_of_both():
         assert plan.kernels == 2
     backward = explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True)
     assert "with 16 more products in each sum: the branch" in str(backward)
+    assert backward.kernels == 1 + 1 + 2
+    # Ranks that are no multiple of 8: by our own kernels, with a sum of parts each.
+    few = [lora_a[:5], lora_b[:, :5]]
+    backward = explain(lora_linear, x, weight, *few, scale, backward=True)
     assert backward.kernels == 1 + 1 + 2 * 2
 
 
@@ -75,7 +79,8 @@ def test_forward_apart(use):
     text = str(explanation)
     assert "t: cuBLAS: faster for many rows and ranks that are a multiple of 8" in text
     assert "linear_act: 8192 x 512 from 256 products each" in text
-    assert "added to the finished linear, which is rounded before" in text
+    assert "linear_act: 8192 x 512 from 16 products each" in text
+    assert "residual added" in text
     with_act = explain(lora_linear, x, weight, lora_a, lora_b, scale, None, "silu")
     assert with_act.kernels == explanation.kernels + 1
     assert with_act.bytes_moved == explanation.bytes_moved + 2 * output

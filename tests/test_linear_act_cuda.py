@@ -109,7 +109,10 @@ def test_more_elements_than_an_int_counts():
             (dweight,) = torch.autograd.grad(y[-3:].sum(), trained)
             alone = leaf(weight)
             last = fusedcuda.linear_act(x[-3:], alone, bias, activation)
-            torch.testing.assert_close(dweight, torch.autograd.grad(last.sum(), alone)[0])
+            # The slopes of few rows are those at the rounded z, and differ by two roundings each.
+            atol = 2 * 2**-9 * x[-3:].abs().sum(0).max().item() if activation == "silu" else 0
+            expected = torch.autograd.grad(last.sum(), alone)[0]
+            torch.testing.assert_close(dweight, expected, rtol=0.016, atol=atol)
             del y, dweight
 
 

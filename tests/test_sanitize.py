@@ -4,7 +4,8 @@ Under memcheck a launch takes a hundred times as long, so this is one small case
 instead of the whole suite. Sizes are chosen to end inside vectors, warps, tiles and blocks.
 
 What results are compared with is computed on the CPU: torch's own kernels would be checked as well,
-and racecheck and initcheck report false errors of those in cuBLAS that store by TMA.
+and racecheck and initcheck report false errors of those in cuBLAS that store by TMA. racecheck even
+dies of them: it is for the tests that are not marked `cublas`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -263,6 +264,33 @@ def test_linear_sigmoid_bce(columns, dtype):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("k", [136, 13])
 @pytest.mark.parametrize("rank", [5, 72])
+def test_lora_products(rank, k, dropout_p):
+    """The skinny products alone, as racecheck can look at them: without cuBLAS's kernels."""
+    ops = torch.ops.fusedcuda
+    seed = torch.tensor([7], device="cuda") if dropout_p > 0 else None
+    for rows in (16, 1100):
+        x, factor = new(rows, k, dtype=torch.bfloat16), new(rank, k, dtype=torch.float32)
+        for given in (factor, factor.T.contiguous().T):  # either dimension inner
+            t = on_both(ops.lora_down, x, given, seed, 0.5, dropout_p)
+        on_both(ops.lora_up, t, x, seed, rank, dropout_p, False, True)
+        on_both(ops.lora_up, t, x, None, rank, 0.0, True, False)
+
+
+def on_both(operator: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """What it returns on CUDA; on the CPU it is the same but for roundings."""
+    there = [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
+    result, expected = operator(*arguments), operator(*there)
+    torch.testing.assert_close(
+        result.cpu(), expected, rtol=0.016, atol=1e-2 * expected.abs().max().item()
+    )
+    return result
+
+
+@pytest.mark.gpu
+@pytest.mark.cublas
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("k", [136, 13])
+@pytest.mark.parametrize("rank", [5, 72])
 @every_dtype
 def test_lora_linear(rank, k, dropout_p, dtype):
     """Rows that end inside a block, parts of a sum, two passes of ranks, factors in float32."""
@@ -275,7 +303,7 @@ def test_lora_linear(rank, k, dropout_p, dtype):
 # ---- Linear layers -------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["hopper", "cublaslt"])
+@pytest.fixture(params=["hopper", pytest.param("cublaslt", marks=pytest.mark.cublas)])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     fusedcuda.load("linear_act")
     before = torch.ops.fusedcuda.linear_act_use(request.param)

@@ -6,9 +6,9 @@
 //
 // Bound by memory: the forward reads x once and writes y once, the backward reads dy and y and
 // writes dx; 4 and 6 bytes an element for 16-bit types. A row stays in the registers of its threads
-// as the raw 16-byte vectors that were loaded, above 16,384 columns in the registers of a cluster
-// of blocks. One barrier a row: maximum and sum travel together. Two exponentials an element are
-// half of what the special-function units have time for at the speed of the memory.
+// as the raw 16-byte vectors that were loaded or, where there are few, as their exponentials, above
+// 16,384 columns in the registers of a cluster of blocks. One barrier a row: maximum and sum travel
+// together.
 //
 // - softmax_kernel, softmax_bwd_kernel: a row in registers;
 // - softmax_stream_kernel, softmax_bwd_stream_kernel: a block walks along its row twice. For rows
@@ -50,6 +50,9 @@ struct SoftmaxRow {
   static constexpr int kVec = Slice::kVec;
   using V = Packed<T>;
   using MaxAndSum = typename OnlineSum<T>::MaxAndSum;
+  // Few enough to stay in registers, so that they are not computed twice: half of the instructions.
+  // (With the bounds of an unaligned row beside them, four items spill.)
+  static constexpr bool kKeepsExponentials = kAligned && kItems <= 4;
 
   const Slice& slice;
   Scale<C> scale;
@@ -60,16 +63,22 @@ struct SoftmaxRow {
       : slice(slice_), scale(p.scale), exp(scale.magnitude), log(p.log) {}
 
   // sign * x
-  __device__ void values(int i, const V& v, C (&x)[kVec]) const {
+  __device__ void values(const V& v, C (&x)[kVec]) const {
     unpack(v, x);
+    if (scale.sign == C(1)) return;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) x[j] *= scale.sign;
   }
 
+  // The same, and -inf outside of the row.
+  __device__ void masked_values(int i, const V& v, C (&x)[kVec]) const {
+    values(v, x);
+    mask_with_infinity(slice, i, x);
+  }
+
   __device__ void add(int i, const V& v, OnlineSum<T>* sum) const {
     C x[kVec];
-    values(i, v, x);
-    mask_with_infinity(slice, i, x);
+    masked_values(i, v, x);
     sum->add(x);
   }
 
@@ -80,7 +89,7 @@ struct SoftmaxRow {
 
   __device__ V result(int i, const V& v, C maximum, C normalizer) const {
     C x[kVec];
-    values(i, v, x);
+    values(v, x);
     if (log) {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) x[j] = (x[j] - maximum) * scale.magnitude - normalizer;
@@ -105,6 +114,26 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   wait_for_previous_kernel();
   typename Row::V v[kItems];
   slice.load_all(p.x, x, v);
+  T* y = row_of<T>(p.y, own.index);
+  if constexpr (Row::kKeepsExponentials) {
+    if (!p.log) {
+      typename Row::C e[kItems][Row::kVec];
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) row.masked_values(i, v[i], e[i]);
+      const OnlineSum<T> sum(row.exp, e);
+      const auto total = sum.reduce(reduction);
+      let_next_kernel_start();
+      if (!own.exists) return;
+      const auto factor = row.exp(sum.maximum() - total.a) / total.b;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+        for (auto& value : e[i]) value *= factor;
+        if (slice.has(i)) slice.store(y, i, pack<T, Row::kVec>(e[i]));
+      }
+      return;
+    }
+  }
   OnlineSum<T> sum(row.exp);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -115,7 +144,6 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   let_next_kernel_start();
   if (!own.exists) return;
   const auto normalizer = row.normalizer(total);
-  T* y = row_of<T>(p.y, own.index);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     v[i].forget_unpacked(zero);

@@ -17,10 +17,11 @@ from ._lora_reference import (
     DBIAS,
     DWEIGHT,
     DX,
-    as_matrix,
+    check_lora,
     pitch_of,
     saves_z,
 )
+from ._rows import as_matrix
 
 _ops = torch.ops.fusedcuda
 
@@ -40,6 +41,7 @@ def lora_linear(
     scale: float,
     dropout_p: float,
 ) -> Tensor:
+    check_lora("lora_linear", x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p)
     t = _down(as_matrix(x), lora_a, seed, scale, dropout_p)
     return _product(x, weight, bias, t, lora_b, activation, saves=False)[0]
 
@@ -55,6 +57,7 @@ def lora_linear_forward(
     scale: float,
     dropout_p: float,
 ) -> list[Tensor]:
+    check_lora("lora_linear", x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p)
     t = _down(as_matrix(x), lora_a, seed, scale, dropout_p)
     y, *z = _product(x, weight, bias, t, lora_b, activation, saves=saves_z(activation))
     return [y, t, *z]
@@ -101,7 +104,7 @@ def lora_linear_backward(
 # How the branch comes to the linear:
 #   extended: in the same product, as more of what is added up (linear_act_extended); apart where
 #     that has no kernel, or a slower one
-#   apart: added to the finished product, in place (two more passes over the output)
+#   apart: added to the finished product (two more passes over the output)
 #   residual: made first, and added where the product is rounded (one write, one read)
 PATHS = ("auto", "extended", "apart", "residual")
 _chosen = "auto"
@@ -146,8 +149,8 @@ def _product(
         if not saves:
             return z
     else:
-        z = [_ops.linear_act.default(x, weight, bias, None, NONE, False)]
-        as_matrix(z[0]).addmm_(t, factor.T)
+        base = _ops.linear_act.default(x, weight, bias, None, NONE, False)
+        z = [_add_branch(t, factor, base)]
     if activation == NONE:
         return z
     y = _ops.bias_act.default(z[0], _ZERO, activation)
@@ -170,12 +173,20 @@ def _product_dx(
         if dx:
             return dx[0]
     (dx,) = _ops.linear_act_backward.default(dz, x, weight, None, NONE, DX, False)
-    rows = as_matrix(dx)
     if seed is None:
-        rows.addmm_(dt, factor)
-    else:
-        rows.add_(_ops.lora_dropout.default(torch.mm(dt, factor), seed, dropout_p))
+        return _add_branch(dt, factor.T, dx)
+    as_matrix(dx).add_(_ops.lora_dropout.default(torch.mm(dt, factor), seed, dropout_p))
     return dx
+
+
+def _add_branch(t: Tensor, factor: Tensor, base: Tensor) -> Tensor:
+    """``base + t @ factor.T``, added before it is rounded.
+
+    (Not by torch.addmm, whose cuBLAS rounds the product first: measured on an H200, in fp16 and
+    bf16, also where all rows are aligned.)
+    """
+    branch = _ops.linear_act.default(t, factor, None, as_matrix(base), NONE, False)
+    return branch.view(base.shape)
 
 
 def padded(factor: Tensor, t: Tensor, dim: int) -> Tensor:
@@ -211,11 +222,26 @@ def why_down_by_cublas(x: Tensor, factor: Tensor, has_dropout: bool) -> str | No
     """Why t is cuBLAS's product, or None where it is our own kernel's."""
     if not has_kernel(x.dtype):
         return f"{x.dtype} has no kernel of its own"
-    # Measured on an H200, 8192 x 4096 bf16, 16 ranks: 18 us, and our kernel 36. With ranks that
+    # Measured on an H200, 8192 x 4096 bf16, 16 ranks: 19 us, and our kernel 34. With ranks that
     # are no multiple of 8 cuBLAS takes 67 (shared/TARGETS.md), and it has no dropout.
     many = x.shape[0] >= 1024 and factor.shape[0] % 8 == 0 and not has_dropout
     if many and _has_aligned_rows(x) and _has_aligned_rows(factor):
         return "faster for many rows and ranks that are a multiple of 8"
+    return None
+
+
+def why_up_by_cublas(
+    t: Tensor, x: Tensor, parameter: Tensor, rank: int, has_dropout: bool
+) -> str | None:
+    """Why a factor's gradient is cuBLAS's product, or None where it is our own kernel's."""
+    if not has_kernel(x.dtype):
+        return f"{x.dtype} has no kernel of its own"
+    # Measured on an H200, 8192 x 4096 bf16: 16 ranks 22 us, and our kernel 30 (64 ranks 22 and 55;
+    # of 16 rows 2.5 and 4.9). With 5 ranks cuBLAS takes 50 to 55, ours 25; and it has no dropout,
+    # and no gradient in float32 of 16-bit factors.
+    fits = rank == t.shape[1] and parameter.dtype == x.dtype and not has_dropout
+    if fits and _has_aligned_rows(x):
+        return "faster for ranks that are a multiple of 8"
     return None
 
 
@@ -248,10 +274,15 @@ def _up(
     transposed: bool,
 ) -> Tensor:
     """:func:`_lora_reference.lora_up`, in the dtype of ``parameter``."""
-    if has_kernel(x.dtype):
+    if why_up_by_cublas(t, x, parameter, rank, seed is not None) is None:
         in_float32 = parameter.dtype == torch.float32
         return _ops.lora_up.default(t, x, seed, rank, dropout_p, transposed, in_float32)
     if seed is not None:
         x = _ops.lora_dropout.default(x, seed, dropout_p)
     narrow = t[:, :rank]
-    return torch.mm(x.T, narrow) if transposed else torch.mm(narrow.T, x)
+    dy, rows = (x, narrow) if transposed else (narrow, x)
+    if not has_kernel(x.dtype):
+        return torch.mm(dy.T, rows)
+    # The gradient of a linear layer's weight, of which only the shape is looked at.
+    layer = parameter.new_empty(()).expand(dy.shape[1], rows.shape[1])
+    return _ops.linear_act_backward.default(dy, rows, layer, None, NONE, DWEIGHT, False)[0]

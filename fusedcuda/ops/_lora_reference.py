@@ -12,7 +12,14 @@ from ._activations import ACTIVATIONS, activation_gradient, apply_activation
 from ._linear_act_reference import check_operand, product
 from ._lora_dropout import keep_factor, keep_mask
 from ._operands import compute_dtype
-from ._rows import check_floating, check_number, check_rows, check_same_device, check_shape
+from ._rows import (
+    as_matrix,
+    check_floating,
+    check_number,
+    check_rows,
+    check_same_device,
+    check_shape,
+)
 
 NONE, RELU = ACTIVATIONS["none"], ACTIVATIONS["relu"]
 
@@ -159,11 +166,6 @@ def _transposed_product(
         x = torch.where(keep_mask(seed, x.shape, dropout_p), x, 0.0)
         factor = keep_factor(dropout_p)
     return product(t[:, :rank].mT, x) * factor
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """The leading dimensions as one."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def pitch_of(rank: int) -> int:

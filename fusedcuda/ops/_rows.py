@@ -7,6 +7,7 @@ vectors that all rows share (a weight).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,11 @@ def call(operator: Operator, tensors: tuple[Any, ...], *options: Any) -> Any:
     except (AttributeError, TypeError, ValueError, RuntimeError):
         operator.check(*tensors, *options)
         raise
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """The leading dimensions as one."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 # --------------------------------------------------------------------------------------------------

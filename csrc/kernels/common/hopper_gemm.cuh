@@ -310,14 +310,15 @@ struct HopperGemm {
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
         load_scaled(shared.a_stage(at->a.stage), first_row + h * kWgmmaRows, block, &own[h]);
-        own[h].keep();  // they are there
       }
-      __syncwarp();
-      if (threadIdx.x % kWarpSize == 0) stages->a_empty[at->a.stage].arrive();
-      at->a.advance();
       stages->full[at->main.stage].wait(at->main.parity);
       start_products<kSumsRows>(shared.stage(at->main.stage), own, shared.ones(),
                                 block > first_block, sums);
+      // Only now: a product that is issued has its registers, so what was read has arrived. Before,
+      // the loads may still be under way, and the copy engine would overwrite what they read.
+      __syncwarp();
+      if (threadIdx.x % kWarpSize == 0) stages->a_empty[at->a.stage].arrive();
+      at->a.advance();
       if (block > first_block) {
         wgmma_wait<1>();  // for all but those
 #pragma unroll

@@ -57,6 +57,30 @@ class OnlineSum {
 
   __device__ explicit OnlineSum(const Exponential<T>& exp) : exp_(exp) {}
 
+  // With all of a thread's elements at once, which become their exponentials, relative to the
+  // maximum of the thread.
+  template <int kVec, int kItems>
+  __device__ OnlineSum(const Exponential<T>& exp, C (&x)[kItems][kVec]) : exp_(exp) {
+    C maximum = part_.a;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) maximum = larger(maximum, x[i][j]);
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        x[i][j] = exp_(x[i][j] - maximum);
+        part_.b += x[i][j];
+      }
+    }
+    part_.a = maximum;
+  }
+
+  // Of the elements so far.
+  __device__ C maximum() const { return part_.a; }
+
   template <int kVec>
   __device__ void add(const C (&x)[kVec]) {
     C maximum = part_.a;

@@ -1,0 +1,131 @@
+// Times the forward kernel of softmax.cu in many configurations, to choose that of softmax.h.
+//
+//   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels \
+//     -o build/softmax_tuning bench/tuning/softmax_configs.cu && build/softmax_tuning
+//
+// Prints microseconds and TB/s (4 bytes an element) of bf16 rows, contenders interleaved, medians;
+// the marked line is what the chooser takes.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "softmax.cu"
+
+using namespace fusedcuda;
+using T = __nv_bfloat16;
+
+#define CHECK(call)                                                        \
+  do {                                                                     \
+    const cudaError_t status = (call);                                     \
+    if (status != cudaSuccess) {                                           \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status)); \
+      std::exit(1);                                                        \
+    }                                                                      \
+  } while (0)
+
+__global__ void fill(T* data, int64_t n) {
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
+    unsigned x = static_cast<unsigned>(i) * 2654435761u;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    data[i] = __float2bfloat16_rn((x & 0xffff) / 8192.0f - 4.0f);
+  }
+}
+
+struct Contender {
+  RowConfig config;
+  const char* mark;
+  std::vector<float> microseconds;
+};
+
+// `threads` at most a block, `rows_per_block` rows in it.
+RowConfig spread(const RowConfig& chosen, int64_t rows, int64_t columns, int items, int threads,
+                 int block_threads) {
+  RowConfig config = chosen;
+  const int64_t vectors = ceil_div(columns, chosen.vec);
+  config.items = items;
+  config.cluster = static_cast<int>(next_power_of_two(ceil_div(vectors, int64_t{threads} * items)));
+  const int64_t needed = ceil_div(vectors, int64_t{items} * config.cluster);
+  config.threads_per_row = static_cast<int>(ceil_div(needed, kWarpSize) * kWarpSize);
+  config.rows_per_block =
+      config.cluster > 1 ? 1 : std::max(1, block_threads / config.threads_per_row);
+  config.blocks = ceil_div(rows, config.rows_per_block) * config.cluster;
+  return config;
+}
+
+cudaError_t run(const SoftmaxParams& p, const RowConfig& config) {
+  using Value = OnlineSum<T>::MaxAndSum;
+  switch (config.items) {
+    case 1:
+      return launch_rows<Value>(softmax_kernel<T, 1, true>, config, nullptr, p);
+    case 2:
+      return launch_rows<Value>(softmax_kernel<T, 2, true>, config, nullptr, p);
+    case 4:
+      return launch_rows<Value>(softmax_kernel<T, 4, true>, config, nullptr, p);
+    default:
+      return launch_rows<Value>(softmax_kernel<T, 8, true>, config, nullptr, p);
+  }
+}
+
+void sweep(int64_t rows, int columns, T* x, T* y, const DeviceTraits& device) {
+  SoftmaxParams p;
+  p.dtype = DType::kBFloat16;
+  p.rows = rows;
+  p.columns = columns;
+  p.x = RowMatrix::make(x, columns, rows, columns, 2);
+  p.y = RowMatrix::make(y, columns, rows, columns, 2);
+  const RowConfig chosen = choose_softmax_config(p, device);
+  std::vector<Contender> contenders = {{chosen, " *", {}}};
+  for (int items : {1, 2, 4, 8}) {
+    for (int threads : {128, 256, 512}) {
+      for (int block_threads : {128, 256}) {
+        const RowConfig config = spread(chosen, rows, columns, items, threads, block_threads);
+        const bool is_known =
+            std::any_of(contenders.begin(), contenders.end(), [&](const Contender& other) {
+              const RowConfig& c = other.config;
+              return c.items == items && c.threads_per_row == config.threads_per_row &&
+                     c.rows_per_block == config.rows_per_block && c.cluster == config.cluster;
+            });
+        if (config.cluster <= kMaxCluster && !is_known) contenders.push_back({config, "", {}});
+      }
+    }
+  }
+  cudaEvent_t start, end;
+  CHECK(cudaEventCreate(&start));
+  CHECK(cudaEventCreate(&end));
+  for (int round = 0; round < 5; ++round) {
+    for (Contender& c : contenders) {
+      CHECK(run(p, c.config));
+      CHECK(cudaEventRecord(start));
+      for (int i = 0; i < 4; ++i) CHECK(run(p, c.config));
+      CHECK(cudaEventRecord(end));
+      CHECK(cudaEventSynchronize(end));
+      float ms;
+      CHECK(cudaEventElapsedTime(&ms, start, end));
+      c.microseconds.push_back(ms * 1e3f / 4);
+    }
+  }
+  for (Contender& c : contenders) {
+    std::sort(c.microseconds.begin(), c.microseconds.end());
+    const double us = c.microseconds[c.microseconds.size() / 2];
+    std::printf("softmax %lldx%d  items %d block %3dx%d cluster %2d  %7.1f us %5.2f TB/s%s\n",
+                static_cast<long long>(rows), columns, c.config.items, c.config.threads_per_row,
+                c.config.rows_per_block, c.config.cluster, us, 4e-6 * rows * columns / us, c.mark);
+  }
+}
+
+int main() {
+  DeviceTraits device;
+  CHECK(softmax_device_traits(&device));
+  constexpr int64_t kElements = int64_t{1} << 28;
+  T *x, *y;
+  CHECK(cudaMalloc(&x, kElements * sizeof(T)));
+  CHECK(cudaMalloc(&y, kElements * sizeof(T)));
+  fill<<<1024, 256>>>(x, kElements);
+  for (int columns : {1024, 4096, 8192, 16384, 32768, 65536, 262144})
+    sweep(kElements / columns, columns, x, y, device);
+}
