@@ -5,7 +5,7 @@ PYTHON := $(ENV)/bin/python
 PYTHON3 ?= python3
 TORCH ?= torch>=2.10
 SANITIZER ?= compute-sanitizer
-SANITIZED ?= tests/test_sanitize.py
+SANITIZED ?= tests/test_sanitize.py tests/test_sanitize_products.py
 BENCH_SECONDS ?= 450
 
 # Where no CUDA toolkit is installed, pip brings nvcc.
@@ -28,7 +28,7 @@ help:
 	@echo "make test-gpu    run only the tests that need a GPU"
 	@echo "make bench       measure all families on this GPU, against eager, torch.compile and Triton"
 	@echo "make probe       measure which epilogues cuBLASLt fuses on this GPU, for linear_act to choose by"
-	@echo "make sanitize    run tests/test_sanitize.py under memcheck, racecheck and initcheck"
+	@echo "make sanitize    run tests/test_sanitize*.py under memcheck, racecheck and initcheck"
 	@echo "make sass        registers, vector accesses and spills of every kernel"
 	@echo "make install     install torch and this checkout, kernels built, into $(ENV)"
 	@echo "make format      rewrite Python with ruff and C++ with clang-format"

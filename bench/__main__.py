@@ -48,8 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.families) - set(FAMILIES)):
         parser.error(f"{', '.join(unknown)}: no such family; there are {', '.join(FAMILIES)}")
-    modules = [import_module(f"bench.bench_{name}") for name in options.families or FAMILIES]
-    counts = [len(harness.select(module.build_cases(), options)) for module in modules]
+    families = options.families or FAMILIES
+    modules = [import_module(f"bench.bench_{name}") for name in families]
+    counts = [
+        len(harness.to_measure(name, harness.select(module.build_cases(), options), options))
+        for name, module in zip(families, modules, strict=True)
+    ]
     if options.at_once:
         jobs = [
             (module.main, harness.arguments_of(options, part))

@@ -172,6 +172,8 @@ def parser(program: str, description: str | None = None) -> argparse.ArgumentPar
     parser.add_argument("--rounds", type=int, help="interleaved rounds (5, with --quick 3)")
     parser.add_argument("--budget", type=float, metavar="SECONDS",
                         help="after which no case is started")  # fmt: skip
+    parser.add_argument("--missing", action="store_true",
+                        help="only what the CSV in --out has no time of; the rest stays")
     parser.add_argument("--report", action="store_true",
                         help="no measuring: tables and plots from the CSV in --out")  # fmt: skip
     return parser
@@ -181,7 +183,7 @@ def arguments_of(options: argparse.Namespace, budget: float | None) -> list[str]
     """The command line that says what `options` say, with this budget."""
     values = {"filter": options.filter, "out": options.out, "rounds": options.rounds,
               "budget": budget}  # fmt: skip
-    flags = [f"--{name}" for name in ("quick", "report") if getattr(options, name)]
+    flags = [f"--{name}" for name in ("quick", "missing", "report") if getattr(options, name)]
     return flags + [f"--{name}={value}" for name, value in values.items() if value]
 
 
@@ -198,6 +200,15 @@ def select(cases: Sequence[Case], options: argparse.Namespace) -> list[Case]:
         for case in cases
         if (case.quick or not options.quick) and re.search(options.filter, case.label)
     ]
+
+
+def to_measure(family: str, cases: Sequence[Case], options: argparse.Namespace) -> list[Case]:
+    """Of the selected cases: all, or with `--missing` those without a time in the CSV."""
+    table = Path(options.out or "") / f"{family}.csv"
+    if not options.missing or not options.out or not table.exists():
+        return list(cases)
+    have = report.measured_cases(report.read(table))
+    return [case for case in cases if case.label not in have]
 
 
 def main(
@@ -222,14 +233,19 @@ def main(
         gpu = device.short_name(torch.cuda.get_device_name())
         partial = options.quick or options.filter
         options.out = str(Path("build/bench" if partial else "bench/results") / gpu)
-    cases = select(cases, options)
+    selected = select(cases, options)
     if WORKER_VARIABLE in os.environ:
-        return work(family, cases, options)
+        return work(family, selected, options)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     progress_path(out, family).unlink(missing_ok=True)
-    (out / f"{family}.csv").unlink(missing_ok=True)
-    print(f"bench_{family}: {len(cases)} cases, {options.rounds} rounds, into {out}", flush=True)
+    count = len(to_measure(family, selected, options))
+    table = out / f"{family}.csv"
+    if options.missing and table.exists():
+        report.keep_measured(table)
+    else:
+        table.unlink(missing_ok=True)
+    print(f"bench_{family}: {count} cases, {options.rounds} rounds, into {out}", flush=True)
     command = [sys.executable, "-m", f"bench.bench_{family}", *arguments_of(options, None)]
     completed = supervise(command, started + options.budget)
     progress_path(out, family).unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""Pictures of a summary: speed against size, speed-up over eager, host time. Needs matplotlib."""
+"""Pictures of a summary: speed against size, speed-up over eager, memory, host time.
+
+They need matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ STYLES = {
     QUACK_ELSEWHERE: {"color": "#5c5c5c", "marker": "P", "linestyle": "none"},
     "eager": {"color": "#bdbdbd", "linewidth": 1.4, "marker": "D", "linestyle": ":"},
     "compile max-autotune": {"color": "#666666", "marker": "X", "linestyle": "-"},
+    "concatenated": {"color": "#a6a6a6", "marker": "h", "linestyle": ":"},
+    "compile concatenated": {"color": "#666666", "marker": "d", "linestyle": "-"},
+    "torch.linear_cross_entropy": {"color": "#666666", "marker": "h", "linestyle": "-"},
     "addmm_activation": {"color": "#a6a6a6", "marker": "p", "linestyle": "--"},
     MATMUL: {"color": "#e0e0e0", "marker": "|"},
     "native": {"color": "#d4d4d4", "marker": "*"},
@@ -33,6 +39,8 @@ NAMES = {"compile": "torch.compile", "triton": "Triton, autotuned", "eager": "ea
          QUACK_ELSEWHERE: "QuACK, not interleaved", "native": "one native op",
          MATMUL: "the matrix product alone",
          "addmm_activation": "torch._addmm_activation",
+         "concatenated": "eager, packed weight",
+         "compile concatenated": "torch.compile, packed weight",
          "compile max-autotune": "torch.compile, max-autotune"}  # fmt: skip
 MODE_TITLES = {"inference": "torch.inference_mode", "no_grad": "torch.no_grad",
                "grad": "with gradients"}  # fmt: skip
@@ -57,13 +65,24 @@ def pyplot():
 
 
 def draw(
-    summary: Summary, out: Path, *, family: str, names: Mapping[str, str] | None = None
+    summary: Summary,
+    out: Path,
+    *,
+    family: str,
+    names: Mapping[str, str] | None = None,
+    with_memory: bool = False,
 ) -> list[Path]:
-    """Writes what the summary has data for, and returns the files; `names` go before NAMES."""
+    """Writes what the summary has data for, and returns the files; `names` go before NAMES.
+
+    `with_memory`: also the peaks of memory, of a family that is about those.
+    """
     plt = pyplot()
     written = []
     labels = {provider: provider for provider in STYLES} | NAMES | dict(names or {})
-    for name, plot in {"throughput": throughput, "speedup": speedup, "host": host}.items():
+    pictures = {"throughput": throughput, "speedup": speedup, "host": host}
+    if with_memory:
+        pictures["memory"] = memory
+    for name, plot in pictures.items():
         figure = plot(plt, summary, labels)
         if figure is not None:
             path = out / f"{family}_{name}.png"
@@ -133,27 +152,46 @@ def throughput(plt, summary: Summary, labels: Mapping[str, str]):
 
 
 def speedup(plt, summary: Summary, labels: Mapping[str, str]):
-    """A bar for fusedcuda and a mark for each peer: how many times faster than eager."""
-    entries = [e for e in summary.group("main") if e.ratio("eager", "gpu_cold")]
+    """How many times faster than eager."""
+    figure = against_eager(plt, summary, labels, "gpu_cold", "times faster than eager PyTorch")
+    if figure is not None:
+        caption(figure, summary, "GPU time, cold buffers")
+    return figure
+
+
+def memory(plt, summary: Summary, labels: Mapping[str, str]):
+    """How many times less memory than eager."""
+    text = "times less memory than eager PyTorch"
+    figure = against_eager(plt, summary, labels, "peak_memory", text)
+    if figure is not None:
+        caption(figure, summary, "peak of a call, beyond its inputs")
+    return figure
+
+
+def against_eager(plt, summary: Summary, labels: Mapping[str, str], metric: str, text: str):
+    """A bar for fusedcuda and a mark for each peer: what eager takes over what they take."""
+    entries = [e for e in summary.group("main") if e.ratio("eager", metric)]
     if not entries:
         return None
     size = (8.4, 0.27 * len(entries) + 1.1)
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     rows = range(len(entries))
-    values = [e.ratio("eager", "gpu_cold") for e in entries]
+    values = [e.ratio("eager", metric) for e in entries]
     axis.barh(rows, values, 0.62, color=ACCENT, label=OURS)
     for row, (entry, value) in enumerate(zip(entries, values, strict=True)):
-        fastest = entry.best_peer("gpu_cold")[1]
-        right = max(value, entry.time("eager", "gpu_cold") / fastest)
+        least = entry.best_peer(metric)[1]
+        right = max(value, entry.time("eager", metric) / least)
         axis.annotate(
             f"{value:.2f}x", (right, row), xytext=(8, 0), textcoords="offset points",
             va="center", fontsize=8, color=ACCENT, fontweight="bold",
         )  # fmt: skip
-    for provider in (p for p in STYLES if p not in (OURS, "eager")):
+    # The products alone are a yardstick of time: what they leave out is what takes memory.
+    without = (OURS, "eager", MATMUL) if metric == "peak_memory" else (OURS, "eager")
+    for provider in (p for p in STYLES if p not in without):
         marks = [
-            (entry.time("eager", "gpu_cold") / us, row)
+            (entry.time("eager", metric) / taken, row)
             for row, entry in enumerate(entries)
-            if (us := entry.time(provider, "gpu_cold"))
+            if (taken := entry.time(provider, metric))
         ]
         if marks:
             style = STYLES[provider]
@@ -168,13 +206,12 @@ def speedup(plt, summary: Summary, labels: Mapping[str, str]):
     axis.grid(axis="y", visible=False)
     axis.margins(x=0.1, y=0.01)
     axis.set_xlim(left=0)
-    axis.set_xlabel("times faster than eager PyTorch (dashed)")
+    axis.set_xlabel(f"{text} (dashed)")
     handles, names = axis.get_legend_handles_labels()
     figure.legend(
         handles[-1:] + handles[:-1], names[-1:] + names[:-1], loc="outside upper center",
         ncols=len(names), fontsize=9,
     )  # fmt: skip
-    caption(figure, summary, "GPU time, cold buffers")
     return figure
 
 

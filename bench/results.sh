@@ -89,7 +89,7 @@ PYTHON
     if [[ $tool == racecheck ]]; then watched=("${ours[@]}") tests="gpu and not cublas"; fi
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 step 240 "$tool" \
       compute-sanitizer --tool "$tool" "${watched[@]}" --error-exitcode 1 \
-      "$python" -m pytest tests/test_sanitize.py -m "$tests" -q -p no:cacheprovider --tb=short
+      "$python" -m pytest tests/test_sanitize*.py -m "$tests" -q -p no:cacheprovider --tb=short
   done
   step 60 "demo" "$python" -m fusedcuda demo
   cat "$report"

@@ -167,10 +167,12 @@ def markdown(family: str, summary: Summary, plots: Sequence[Path], remark: str =
         "GPU time is a CUDA graph's, per call, the median of interleaved rounds. Cold: the buffers "
         f"rotate over at least three times the L2 ({environment.get('l2_mb')} MB), or the row says "
         "how much. Warm: one set of buffers. Bytes are the fewest that the operation can move. "
-        f"Copy speed in the same process: {' and '.join(f'{c:.2f}' for c in summary.copies)} TB/s "
-        f"at the start and the end{f'; datasheet {sheet} TB/s' if sheet else ''}. Every result was "
+        "Copy speed at the start and the end of each process: "
+        f"{', '.join(f'{c:.2f}' for c in summary.copies)} TB/s"
+        f"{f'; datasheet {sheet} TB/s' if sheet else ''}. Every result was "
         "checked against float64 first. `~` and `noise` mark what is smaller than the difference "
-        "of fusedcuda to itself, measured twice in the same rounds.",
+        "of fusedcuda to itself, measured twice in the same rounds. The providers of a case are "
+        "of one process; cases may be of several, at the commits above.",
         "",
         *(
             f"{name}: not measured here, but elsewhere ({QUACK_SOURCE}); a ratio to it bears `*` "

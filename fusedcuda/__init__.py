@@ -11,7 +11,9 @@ from ._version import __version__
 from .doctor import doctor
 from .ops.cross_entropy import cross_entropy
 from .ops.dlrm import dot_interaction, linear_sigmoid_bce
+from .ops.gated_mlp import gated_mlp
 from .ops.linear_act import linear_act, linear_act_fp8, linear_residual, mlp
+from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.lora import LoRAWeights, lora_linear, lora_mlp
 from .ops.norm import layer_norm, rms_norm
 from .ops.pointwise import (
@@ -40,11 +42,13 @@ __all__ = [
     "doctor",
     "dot_interaction",
     "explain",
+    "gated_mlp",
     "jit",
     "kernel_source",
     "layer_norm",
     "linear_act",
     "linear_act_fp8",
+    "linear_cross_entropy",
     "linear_residual",
     "linear_sigmoid_bce",
     "load",

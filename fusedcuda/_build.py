@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 # One word per family, the same stem in csrc/kernels, csrc/bindings, fusedcuda/ops, tests and bench.
-FAMILIES = ("pointwise", "norm", "softmax", "cross_entropy", "rope", "linear_act", "dlrm", "lora")
+FAMILIES = (
+    "pointwise",
+    "norm",
+    "softmax",
+    "cross_entropy",
+    "rope",
+    "linear_act",
+    "dlrm",
+    "lora",
+    "gated_mlp",
+    "linear_cross_entropy",
+)
 
 # Families whose bindings include cublasLt.h, which not every toolkit and torch comes with.
 NEED_CUBLASLT = ("linear_act",)

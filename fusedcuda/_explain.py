@@ -12,7 +12,16 @@ from ._explanation import Explainers, Explanation
 
 # The modules of the families, which only a call of explain() needs: a quarter of the time that it
 # takes to import fusedcuda.
-_MODULES = ("pointwise", "rows", "rope", "linear_act", "dlrm", "lora")
+_MODULES = (
+    "pointwise",
+    "rows",
+    "rope",
+    "linear_act",
+    "dlrm",
+    "lora",
+    "gated_mlp",
+    "linear_cross_entropy",
+)
 
 
 @functools.cache

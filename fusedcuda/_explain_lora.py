@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _explain_linear_act, _explain_pointwise, _jit
-from ._explanation import Explainers, Explanation, ask, multiprocessors
+from ._explanation import Explainers, Explanation, Launch, Parts, ask, multiprocessors
 from .ops import _lora_cuda as cuda
 from .ops import _lora_reference as reference
 from .ops import linear_act as linear_family
@@ -18,30 +18,6 @@ from .ops import pointwise
 from .ops._activations import ACTIVATIONS, activation_code
 from .ops._lora_reference import NONE
 from .ops._rows import as_matrix
-
-_Launch = dict[str, Any]
-
-
-class _Parts:
-    """What a call consists of, one part after the other."""
-
-    def __init__(self) -> None:
-        self.launches: list[_Launch] = []
-        self.bytes_moved = 0
-        self.lines: list[str] = []
-
-    def add(self, launch: _Launch, tensors: list[Tensor | None], line: str) -> None:
-        self.launches.append(launch)
-        self.bytes_moved += sum(t.nbytes for t in tensors if t is not None)
-        self.lines.append(line)
-
-    def include(self, explanation: Explanation) -> None:
-        self.launches += explanation.launches
-        self.bytes_moved += explanation.bytes_moved
-        self.lines += explanation._lines
-
-    def explanation(self, name: str) -> Explanation:
-        return Explanation(name, tuple(self.launches), self.bytes_moved, tuple(self.lines))
 
 
 def _explain_lora_linear(arguments: dict[str, Any], backward: bool) -> Explanation:
@@ -53,14 +29,14 @@ def _explain_lora_linear(arguments: dict[str, Any], backward: bool) -> Explanati
     seed = torch.zeros(1, dtype=torch.int64, device=operands[0].device) if drops else None
     call: tuple[Any, ...] = (*operands, seed, activation, scale, dropout_p)
     reference.check_lora("lora_linear", *call)
-    parts = _Parts()
+    parts = Parts()
     describe = _describe_backward if backward else _describe_forward
     describe(parts, *call)
     return parts.explanation("lora_linear")
 
 
 def _describe_forward(
-    parts: _Parts,
+    parts: Parts,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -94,7 +70,7 @@ def _describe_forward(
 
 
 def _add_linear_and_branch(
-    parts: _Parts,
+    parts: Parts,
     path: str,
     x: Tensor,
     weight: Tensor,
@@ -122,7 +98,7 @@ def _add_linear_and_branch(
         _add_branch(parts, t, factor, y)
 
 
-def _add_branch(parts: _Parts, t: Tensor, factor: Tensor, base: Tensor) -> None:
+def _add_branch(parts: Parts, t: Tensor, factor: Tensor, base: Tensor) -> None:
     """To the finished product, which is rounded before."""
     given: dict[str, Any] = {
         "x": t,
@@ -136,7 +112,7 @@ def _add_branch(parts: _Parts, t: Tensor, factor: Tensor, base: Tensor) -> None:
 
 
 def _add_extended(
-    parts: _Parts,
+    parts: Parts,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -159,7 +135,7 @@ def _add_extended(
 
 
 def _describe_backward(
-    parts: _Parts,
+    parts: Parts,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -196,7 +172,7 @@ def _describe_backward(
 
 
 def _add_dx_and_branch(
-    parts: _Parts,
+    parts: Parts,
     dz: Tensor,
     weight: Tensor,
     dt: Tensor,
@@ -218,7 +194,7 @@ def _explain_lora_mlp(arguments: dict[str, Any], backward: bool) -> Explanation:
     activation_code("lora_mlp", activation)
     layers = {"gate": arguments["gate"], "up": arguments["up"], "down": arguments["down"]}
     gated = layers["gate"] is not None
-    parts = _Parts()
+    parts = Parts()
 
     def layer(name: str, rows: Tensor, activation: str = "none") -> tuple[Explanation, Tensor]:
         weights = family.weights_of(name, layers[name])
@@ -254,12 +230,12 @@ def _name_of(activation: int) -> str:
     return next(name for name, code in ACTIVATIONS.items() if code == activation)
 
 
-def _cublas(what: str, kernels: int = 1) -> _Launch:
+def _cublas(what: str, kernels: int = 1) -> Launch:
     return {"op": what, "path": "cublas", "kernels": kernels, "copies": []}
 
 
 def _add_down(
-    parts: _Parts,
+    parts: Parts,
     what: str,
     x: Tensor,
     factor: Tensor,
@@ -278,7 +254,7 @@ def _add_down(
 
 
 def _add_up(
-    parts: _Parts,
+    parts: Parts,
     name: str,
     t: Tensor,
     x: Tensor,
@@ -299,7 +275,7 @@ def _add_up(
 
 
 def _add_product(
-    parts: _Parts,
+    parts: Parts,
     what: str,
     tensors: list[Tensor | None],
     x: Tensor,
@@ -314,8 +290,8 @@ def _add_product(
 
 
 def _add_plan(
-    parts: _Parts,
-    plan: _Launch,
+    parts: Parts,
+    plan: Launch,
     what: str,
     tensors: list[Tensor | None],
     x: Tensor,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import _jit
 
@@ -18,10 +19,10 @@ _H200_SMS = 132
 class Explanation:
     """The launches of one call. ``str()`` is for people, ``launches`` and ``plan`` for programs.
 
-    ``plan`` is the first launch. In every family but linear_act it has ``path``, ``vec`` (elements
-    of the widest access: 1 where everything goes element by element) and ``blocks``; everywhere
-    ``kernels`` (how many it takes) and, but for pointwise, ``copies``: the arguments that are
-    copied first.
+    ``plan`` is the first launch. In every family but linear_act and gated_mlp it has ``path``,
+    ``vec`` (elements of the widest access: 1 where everything goes element by element) and
+    ``blocks``; everywhere ``kernels`` (how many it takes) and, but for pointwise, ``copies``: the
+    arguments that are copied first.
 
     - pointwise: ``path`` is "linear", "flat", "broadcast", "columns", "rows" or "empty". ``access``
       of each of the ``tensors`` (operands, then output; for a backward: operands, incoming
@@ -45,6 +46,11 @@ class Explanation:
       ``rows_of_stage`` and ``columns_of_stage`` of x in shared memory, ``shared_bytes`` and
       ``workspace`` in elements. The linear's is linear_act's, an activation's pointwise's, all
       others are cuBLAS's. Its backward has gradients of weight and bias where they require one.
+    - gated_mlp: a launch for each operator that the layer consists of. Of "gated_product" and
+      "gated_mlp_decode" the ``path`` is their name; ``blocks`` and what their kernels are divided
+      into. All others are linear_act's and pointwise's.
+    - linear_cross_entropy: a launch for each part of a chunk, with ``times``, how often it comes:
+      the products are linear_act's, the loss is cross_entropy's, ``path`` "torch" is torch's.
     - linear_act: one launch an operator: ``op``, ``m``, ``n``, ``k``, ``batch``, and ``steps``, of
       which there are none if there is nothing to do. A step has ``kernel``, ``what`` it makes,
       ``fused`` (with something else), or else ``why`` not, and of a product of cuBLASLt, where they
@@ -69,6 +75,32 @@ class Explanation:
     def __str__(self) -> str:
         head = f"{self.function}: {self.kernels} kernel(s), {self.bytes_moved / 1e6:.3f} MB moved"
         return "\n".join([head, *self._lines])
+
+
+Launch = dict[str, Any]
+
+
+class Parts:
+    """What a call consists of, one part after the other."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.bytes_moved = 0
+        self.lines: list[str] = []
+
+    def add(self, launch: Launch, tensors: Sequence[Tensor | None], line: str) -> None:
+        """A launch that reads or writes each of ``tensors`` once."""
+        self.launches.append(launch)
+        self.bytes_moved += sum(t.nbytes for t in tensors if t is not None)
+        self.lines.append(line)
+
+    def include(self, explanation: Explanation) -> None:
+        self.launches += explanation.launches
+        self.bytes_moved += explanation.bytes_moved
+        self.lines += explanation._lines
+
+    def explanation(self, name: str) -> Explanation:
+        return Explanation(name, tuple(self.launches), self.bytes_moved, tuple(self.lines))
 
 
 # A family's public functions, with what explains a call of them: given the arguments by name, and

@@ -14,6 +14,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from ._nn_gated_mlp import GatedMLP as GatedMLP
+from ._nn_linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from ._nn_lora import LoRALinear as LoRALinear
 from ._nn_lora import LoRAMLP as LoRAMLP
 from .ops._activations import activation_code

@@ -220,6 +220,20 @@ def test_cases_after_the_deadline_are_named_as_skipped(tmp_path):
     assert summary.entries["relu"].errors == {"fusedcuda": "skipped: out of time"}
 
 
+def test_only_what_is_missing_is_measured(tmp_path):
+    cases = [relu_case("first"), relu_case("second")]
+    options = harness.parse("f", ["--missing", f"--out={tmp_path}"])
+    assert harness.to_measure("f", cases, options) == cases
+    run(tmp_path, cases[:1], ScriptedBackend([10.0, 20.0, 10.0]))
+    run(tmp_path, cases[1:], ScriptedBackend([]), deadline=0.0)
+    assert harness.to_measure("f", cases, options) == cases[1:]
+    harness.report.keep_measured(tmp_path / "f.csv")
+    summary = run(tmp_path, cases, ScriptedBackend([30.0, 60.0, 30.0]))
+    assert summary.entries["first"].time("fusedcuda", "gpu_cold") == 10.0
+    assert summary.entries["second"].time("fusedcuda", "gpu_cold") == 30.0
+    assert not summary.entries["second"].errors
+
+
 @pytest.mark.parametrize(
     ("codes", "starts", "completed"),
     [([0], 1, True), ([70, -11, 0], 3, True), ([70] * 9, 6, False), ([1], 1, False)],
@@ -249,7 +263,9 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(monkeypatch, capsys):
     assert "no CUDA device" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["--quick", "--filter=a b", "--rounds=4", "--out=x"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--quick", "--missing", "--filter=a b", "--rounds=4", "--out=x"]]
+)
 def test_a_worker_gets_the_options_of_its_parent(arguments):
     options = harness.parse("norm", arguments)
     again = harness.parse("norm", harness.arguments_of(options, options.budget))

@@ -16,12 +16,14 @@ from scripted_backend import ScriptedBackend, by_name
 
 from bench import bench_cross_entropy as cross_entropy
 from bench import bench_dlrm as dlrm
+from bench import bench_gated_mlp as gated_mlp
+from bench import bench_linear_cross_entropy as linear_cross_entropy
 from bench import bench_lora as lora
 from bench import bench_norm as norm
 from bench import bench_pointwise as pointwise
 from bench import bench_rope as rope
 from bench import bench_softmax as softmax
-from bench.cases import ALIGNED, MODES, QUACK_ELSEWHERE, random
+from bench.cases import ALIGNED, MATMUL, MODES, QUACK_ELSEWHERE, random
 from bench.measure import measure
 from bench.tuning import variants
 
@@ -92,22 +94,31 @@ LORA = [
     *(lora.lora_linear((6, 16, 24), mode, rank=5) for mode in (*MODES, "both")),
     lora.lora_down(6, 40, 5),
 ]
-MODULES = {"pointwise": pointwise, "norm": norm, "softmax": softmax, "lora": lora,
-           "cross_entropy": cross_entropy, "rope": rope, "dlrm": dlrm}  # fmt: skip
-HOST = [
-    case
-    for module in (norm, softmax, cross_entropy, rope, dlrm, lora)
-    for case in module.build_cases()
-    if case.host_only
+GATED = [gated_mlp.gated_mlp((m, 24, 40), mode) for m in (6, 70) for mode in ("forward", "both")]
+SMALL_LARGE, SMALL_LEAN = (linear_cross_entropy.Setting(rows, "weight") for rows in (4, 1))
+LINEAR_LOSSES = [
+    linear_cross_entropy.both((7, 16, 40), SMALL_LARGE),
+    linear_cross_entropy.both((7, 16, 41), SMALL_LEAN, "lean"),
+    linear_cross_entropy.forward((7, 16, 40)),
+    linear_cross_entropy.a_loss_a_row((7, 16, 40)),
 ]
+# Those whose variants are text replaced in the sources, and all.
+TUNED = {"pointwise": pointwise, "norm": norm, "softmax": softmax, "lora": lora,
+         "cross_entropy": cross_entropy, "rope": rope, "dlrm": dlrm}  # fmt: skip
+MODULES = {**TUNED, "gated_mlp": gated_mlp, "linear_cross_entropy": linear_cross_entropy}
+HOST = [case for module in MODULES.values() for case in module.build_cases() if case.host_only]
 
 
 @pytest.mark.parametrize(
-    "case", POINTWISE + BOTH + ROWS + LOSSES + DLRM + LORA + HOST, ids=lambda c: c.label
+    "case",
+    POINTWISE + BOTH + ROWS + LOSSES + DLRM + LORA + GATED + LINEAR_LOSSES + HOST,
+    ids=lambda c: c.label,
 )
 def test_cases_agree_with_their_reference(case):
     here = ("fusedcuda", "eager", "native", ALIGNED, "addmm", "K-extension", "peft", lora.BASE)
-    here = (*here, "fusedcuda, apart", "fusedcuda, residual", "cublas")
+    here = (*here, "fusedcuda, apart", "fusedcuda, residual", "cublas", MATMUL, "concatenated")
+    here = (*here, "fusedcuda, fused", "fusedcuda, packed", "fusedcuda, concatenated")
+    here = (*here, "fusedcuda, recompute", "fusedcuda, fp32 sum", "fusedcuda, one chunk")
     providers = {name: p for name, p in case.providers.items() if name in here}
     backend = ScriptedBackend([1.5] * (len(providers) + 1))
     results = by_name(measure(replace(case, providers=providers), backend, rounds=3))
@@ -181,6 +192,17 @@ def test_other_bytes_of_rows():
     layer = partial(lora.lora_linear, (6, 16, 24), rank=5)
     assert layer("forward").traffic.bytes == x + weight + factors + y
     assert layer("backward").traffic.bytes == y + x + weight + factors + x + factors
+    few, many = (gated_mlp.gated_mlp((m, 16, 24), "forward").traffic.bytes for m in (6, 100))
+    weights = 2 * 3 * 16 * 24
+    assert few == weights + 2 * 6 * 2 * 16
+    assert many == weights + 2 * 100 * (2 * 16 + 2 * 24)
+    both = gated_mlp.gated_mlp((100, 16, 24), "both").traffic.bytes
+    assert both == 3 * weights + 2 * 100 * (5 * 16 + 13 * 24)
+    x, weight, logits = 2 * 7 * 16, 2 * 40 * 16, 2 * 7 * 40
+    loss = linear_cross_entropy.forward((7, 16, 40))
+    assert loss.traffic.bytes == x + weight + 2 * logits
+    loss = linear_cross_entropy.both((7, 16, 40), SMALL_LARGE)
+    assert loss.traffic.bytes == 3 * x + 3 * weight + 5 * logits
 
 
 # -- inputs ---------------------------------------------------------------------------------------
@@ -234,7 +256,11 @@ def test_pointwise_sizes_fit_a_card():
     assert all(prod(map(int, case.x_value.split("x"))) <= 2**28 for case in cases)
 
 
-@pytest.mark.parametrize("module", [norm, softmax, cross_entropy], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [norm, softmax, cross_entropy, gated_mlp, linear_cross_entropy],
+    ids=lambda m: m.__name__,
+)
 def test_published_times_have_their_case_and_give_way_to_the_peer_itself(module):
     cases = {case.label: case for case in module.build_cases()}
     for label, us in module.QUACK_US.items():
@@ -257,7 +283,7 @@ def test_plots_have_a_point_for_every_power_of_two():
 # -- variants of kernels --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", MODULES)
+@pytest.mark.parametrize("family", TUNED)
 def test_replacements_occur_in_the_sources(family, tmp_path):
     tried = import_module(f"bench.tuning.{family}_cases").VARIANTS
     assert next(iter(tried.values())) == {}  # the first is what the others are compared with

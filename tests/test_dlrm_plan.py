@@ -56,14 +56,16 @@ def test_dtypes(backward):
 
 @both_ways
 def test_enough_is_on_its_way(backward):
-    """Of a large batch: more than the 30 KB an SM that hide the latency of memory."""
-    for columns, least in ((128, 40_000), (64, 40_000), (16, 20_000)):
+    """Of a large batch: more than the 30 KB an SM that hide the latency of memory, in so many warps
+    that while some wait the others compute."""
+    for columns, least in ((128, 120_000), (64, 80_000), (16, 40_000)):
         plan = interaction(*vectors(27, columns, 65536), backward=backward)
         assert plan["blocks"] % H200_SMS == 0
         blocks_of_sm = plan["blocks"] // H200_SMS
         assert blocks_of_sm * (plan["shared_bytes"] + 1024) <= SHARED_OF_SM
-        samples_on_their_way = blocks_of_sm * plan["threads"] // 32 * 2
-        assert samples_on_their_way * 27 * columns * 2 >= least
+        warps = blocks_of_sm * plan["threads"] // 32
+        assert warps >= 20
+        assert warps * plan["stages"] * 27 * columns * 2 >= least
 
 
 @both_ways

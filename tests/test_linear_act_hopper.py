@@ -97,7 +97,8 @@ def test_a_second_pair_of_factors(dtype, rank, by_columns):
     (y,) = ops.linear_act_extended(x, weight, bias, t, up, 0)
     z = x.double() @ weight.double().t() + t.double() @ up.double().t() + bias.double()
     torch.testing.assert_close(y, z.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
-    assert ops.linear_act_extended(x[:, :135], weight[:, :135], bias, t, up, 0) == []
+    # The copy engine takes no rows that begin off a 16-byte boundary.
+    assert ops.linear_act_extended(x[:, 1:], weight[:, 1:], bias, t, up, 0) == []
 
 
 def test_bias_that_is_not_aligned():

@@ -1,4 +1,5 @@
-"""A short run through every kernel and access, for compute-sanitizer (`make sanitize`).
+"""A short run through every kernel and access, for compute-sanitizer (`make sanitize`); those of
+matrix products are in test_sanitize_products.py.
 
 Under memcheck a launch takes a hundred times as long, so this is one small case of each kind
 instead of the whole suite. Sizes are chosen to end inside vectors, warps, tiles and blocks.
@@ -8,17 +9,12 @@ and racecheck and initcheck report false errors of those in cuBLAS that store by
 dies of them: it is for the tests that are not marked `cublas`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-
 import pytest
 import torch
-from linears import check_linear, operands
-from loras import check_lora, random_layer
+from sanitizing import check, every_dtype, every_row, new
 from torch import Tensor
 
 import fusedcuda
-
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 # Shapes of an operand beside a full one of [37, 264]: each takes another way through the kernels.
 OPERANDS = {
@@ -27,50 +23,6 @@ OPERANDS = {
     "column": (37, 1),
     "scalar": (),
 }
-
-
-# Rows by the way they take through csrc/kernels/common/row.h.
-ROWS = {
-    "several rows a block": (37, 24),
-    "a row in one vector a thread": (3, 1000),
-    "a row in several vectors a thread": (137, 1032),  # more rows than the GPU has SMs
-    "a row in the blocks of a cluster": (3, 32768),
-    "not whole vectors": (137, 1001),
-    "not whole vectors, cluster": (3, 32765),
-    "one column": (5, 1),
-    "nothing": (0, 24),
-}
-every_row = pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def new(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
-def gradients(
-    function: Callable[..., Tensor | Sequence[Tensor]], *operands: Tensor
-) -> list[Tensor]:
-    """The outputs, and the gradients of all floating operands."""
-    given = [x.detach().requires_grad_(x.is_floating_point()) for x in operands]
-    outputs = function(*given)
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    weights = [
-        torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
-        for y in outputs
-    ]
-    leaves = [x for x in given if x.requires_grad]
-    return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
-
-
-def check(function: Callable[..., Tensor | Sequence[Tensor]], *operands: Tensor) -> None:
-    """The card against the CPU reference, on the same inputs."""
-    expected = gradients(function, *(x.cpu() for x in operands))
-    for actual, reference in zip(gradients(function, *operands), expected, strict=True):
-        tolerance = {"rtol": 2e-2, "atol": 5e-2} if actual.dtype == torch.bfloat16 else {}
-        if actual.dtype == torch.float32:
-            tolerance = {"rtol": 1e-4, "atol": 1e-4}
-        torch.testing.assert_close(actual.cpu(), reference, equal_nan=True, **tolerance)
 
 
 # ---- Pointwise -----------------------------------------------------------------------------------
@@ -103,6 +55,18 @@ def test_layouts(dtype):
     check(fusedcuda.act_mul_packed, made(9, 2 * 48))
     check(fusedcuda.act_mul_packed, made(9, 2 * 13))
     check(fusedcuda.add_relu, made(1), made(1))
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("width", [48, 13])
+def test_what_is_made_again(width, dtype):
+    grad, gate_up = new(9, width, dtype=dtype), new(9, 2 * width, dtype=dtype)
+    operands = [grad, gate_up]
+    made = torch.ops.fusedcuda.act_mul_packed_recompute(*operands, 7)
+    expected = torch.ops.fusedcuda.act_mul_packed_recompute(*(t.cpu() for t in operands), 7)
+    for result, right in zip(made, expected, strict=True):
+        torch.testing.assert_close(result.cpu(), right)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -229,7 +193,7 @@ def test_rope(dim, dtype):
 def test_dot_interaction(shape, dtype):
     """More samples than the GPU has warps for, of vectors that end inside tiles."""
     count, columns = shape
-    batch = 5001 if columns == 16 else 37
+    batch = 10_001 if columns == 16 else 37
     dense, embeddings = (
         new(batch, columns, dtype=dtype),
         new(batch, count - 1, columns, dtype=dtype),
@@ -255,77 +219,3 @@ def test_linear_sigmoid_bce(columns, dtype):
             return fusedcuda.linear_sigmoid_bce(x, w / 64, b, there, reduction=reduction)
 
         check(loss, x, weight, bias)
-
-
-# ---- LoRA ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-@pytest.mark.parametrize("k", [136, 13])
-@pytest.mark.parametrize("rank", [5, 72])
-def test_lora_products(rank, k, dropout_p):
-    """The skinny products alone, as racecheck can look at them: without cuBLAS's kernels."""
-    ops = torch.ops.fusedcuda
-    seed = torch.tensor([7], device="cuda") if dropout_p > 0 else None
-    for rows in (16, 1100):
-        x, factor = new(rows, k, dtype=torch.bfloat16), new(rank, k, dtype=torch.float32)
-        for given in (factor, factor.T.contiguous().T):  # either dimension inner
-            t = on_both(ops.lora_down, x, given, seed, 0.5, dropout_p)
-        on_both(ops.lora_up, t, x, seed, rank, dropout_p, False, True)
-        on_both(ops.lora_up, t, x, None, rank, 0.0, True, False)
-
-
-def on_both(operator: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """What it returns on CUDA; on the CPU it is the same but for roundings."""
-    there = [a.cpu() if isinstance(a, Tensor) else a for a in arguments]
-    result, expected = operator(*arguments), operator(*there)
-    torch.testing.assert_close(
-        result.cpu(), expected, rtol=0.016, atol=1e-2 * expected.abs().max().item()
-    )
-    return result
-
-
-@pytest.mark.gpu
-@pytest.mark.cublas
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-@pytest.mark.parametrize("k", [136, 13])
-@pytest.mark.parametrize("rank", [5, 72])
-@every_dtype
-def test_lora_linear(rank, k, dropout_p, dtype):
-    """Rows that end inside a block, parts of a sum, two passes of ranks, factors in float32."""
-    lora_dtype = torch.float32 if dtype != torch.float64 else dtype
-    for rows in (16, 1100):
-        layer = random_layer(rows, n=40, k=k, rank=rank, dtype=dtype, lora_dtype=lora_dtype)
-        check_lora(layer, 0.5, "silu", dropout_p=dropout_p, run_on="cuda")
-
-
-# ---- Linear layers -------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["hopper", pytest.param("cublaslt", marks=pytest.mark.cublas)])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    fusedcuda.load("linear_act")
-    before = torch.ops.fusedcuda.linear_act_use(request.param)
-    yield request.param
-    torch.ops.fusedcuda.linear_act_use(before)
-
-
-@pytest.mark.gpu
-@every_dtype
-@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
-@pytest.mark.parametrize("k", [40, 13])
-def test_linear_act(backend, activation, k, dtype):
-    """Ragged tiles, a split gradient of the weight, and rows that are padded first.
-
-    Where the activation is a kernel of its own, its derivative is that at the rounded sum: over
-    1100 rows of gradients this is more than the tolerances above, which do not know the summands.
-    """
-    check_linear(*operands(1100, n=136, k=k, dtype=dtype), activation, run_on="cuda")
-
-
-@pytest.mark.gpu
-def test_mlp(backend):
-    x, w1, w2 = (new(*s, dtype=torch.bfloat16) / 4 for s in ((70, 40), (136, 40), (24, 136)))
-    b1, b2 = new(136, dtype=torch.bfloat16), new(24, dtype=torch.bfloat16)
-    check(lambda *t: fusedcuda.mlp(*t, "silu"), x, w1, b1, w2, b2)

@@ -11,11 +11,9 @@ from bench.tuning.inputs import new
 # name: {text in csrc: what takes its place}
 VARIANTS: dict[str, dict[str, str]] = {
     "as committed": {},
-    "two stages": {"return tiles == kFewDotTiles ? 3 : 2;": "return 2;"},
-    "four stages": {
-        "return tiles == kFewDotTiles ? 3 : 2;": "return tiles == kFewDotTiles ? 4 : 2;"
-    },
-    "fewer registers": {"kFewTilesBlocks = 5;": "kFewTilesBlocks = 6;"},
+    "one stage": {"kMostDotStages = 2;": "kMostDotStages = 1;"},
+    "three stages": {"kMostDotStages = 2;": "kMostDotStages = 3;"},
+    "more registers": {"kFewTilesBlocks = 6;": "kFewTilesBlocks = 5;"},
     "eight rows of the head": {"kBceRows = 4;": "kBceRows = 8;"},
     "more blocks of the head": {"kBceBlocksOfSm = 3;": "kBceBlocksOfSm = 4;"},
 }

@@ -6,207 +6,24 @@
 // bf16. A line a shape and kernel: the median of interleaved rounds in microseconds, TFLOP/s, and
 // the largest difference from cuBLASLt's result; cuBLASLt's own lines are its first choice and the
 // best of the eight that it proposes.
-#include <cublasLt.h>
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <string>
-#include <vector>
-
 #include "linear_act.cu"
+#include "products.cuh"
 
 using namespace fusedcuda;
-using T = __nv_bfloat16;
-
-#define CHECK(call)                                                       \
-  do {                                                                    \
-    const int status = static_cast<int>(call);                            \
-    if (status != 0) {                                                    \
-      std::fprintf(stderr, "%s: %d %s\n", #call, status,                  \
-                   cudaGetErrorString(static_cast<cudaError_t>(status))); \
-      std::exit(1);                                                       \
-    }                                                                     \
-  } while (0)
 
 namespace {
-
-constexpr int kRounds = 5, kCallsPerRound = 6;
-
-__global__ void fill(T* data, int64_t n, unsigned seed, float scale) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
-    unsigned x = static_cast<unsigned>(i) * 2654435761u + seed;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    data[i] = __float2bfloat16_rn(((x & 0xffff) / 32768.0f - 1.0f) * scale);
-  }
-}
-
-__global__ void compare(const T* a, const T* b, int64_t n, float* largest) {
-  float most = 0;
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
-    const float difference = fabsf(__bfloat162float(a[i]) - __bfloat162float(b[i]));
-    most = difference <= most ? most : difference;  // a NaN stays
-  }
-  atomicMax(reinterpret_cast<int*>(largest), __float_as_int(fabsf(most)));
-}
-
-T* random_values(int64_t n, unsigned seed, float scale = 1) {
-  T* data;
-  CHECK(cudaMalloc(&data, n * sizeof(T)));
-  fill<<<1024, 256>>>(data, n, seed, scale);
-  return data;
-}
-
-float difference(const T* a, const T* b, int64_t n) {
-  float* largest;
-  CHECK(cudaMallocManaged(&largest, sizeof(float)));
-  *largest = 0;
-  compare<<<1024, 256>>>(a, b, n, largest);
-  CHECK(cudaDeviceSynchronize());
-  const float result = *largest;
-  CHECK(cudaFree(largest));
-  return result;
-}
-
-struct Contender {
-  std::string name;
-  std::function<void()> call;
-  std::function<float()> error;
-  std::vector<double> times;
-};
-
-void race(const char* shape, double flops, std::vector<Contender>& contenders) {
-  cudaEvent_t start, end;
-  CHECK(cudaEventCreate(&start));
-  CHECK(cudaEventCreate(&end));
-  for (Contender& c : contenders) {
-    c.call();
-    CHECK(cudaDeviceSynchronize());
-  }
-  std::vector<float> errors;
-  for (Contender& c : contenders) {
-    c.call();
-    errors.push_back(c.error());
-  }
-  for (int round = 0; round < kRounds; ++round) {
-    for (Contender& c : contenders) {
-      c.call();
-      CHECK(cudaEventRecord(start));
-      for (int i = 0; i < kCallsPerRound; ++i) c.call();
-      CHECK(cudaEventRecord(end));
-      CHECK(cudaEventSynchronize(end));
-      float ms;
-      CHECK(cudaEventElapsedTime(&ms, start, end));
-      c.times.push_back(ms * 1e3 / kCallsPerRound);
-    }
-  }
-  for (size_t i = 0; i < contenders.size(); ++i) {
-    Contender& c = contenders[i];
-    std::sort(c.times.begin(), c.times.end());
-    const double us = c.times[kRounds / 2];
-    std::printf("%-28s %-34s %8.1f us (%7.1f-%7.1f) %6.1f TFLOP/s  difference %g\n", shape,
-                c.name.c_str(), us, c.times.front(), c.times.back(), flops / us * 1e-6, errors[i]);
-  }
-  std::fflush(stdout);
-}
-
-// --- cuBLASLt: row-major D[m, n] = op(A) op(B), as D^T = B^T A^T of column-major matrices
-
-struct Lt {
-  cublasLtHandle_t handle;
-  void* workspace;
-  static constexpr size_t kWorkspace = 32 << 20;
-
-  Lt() {
-    CHECK(cublasLtCreate(&handle));
-    CHECK(cudaMalloc(&workspace, kWorkspace));
-  }
-};
-
-struct LtProduct {
-  const Lt& lt;
-  cublasLtMatmulDesc_t operation;
-  cublasLtMatrixLayout_t a, b, d;
-  const void *a_data, *b_data;
-  void* d_data;
-  std::vector<cublasLtMatmulHeuristicResult_t> choices;
-
-  // Column-major: d[rows, columns] = a b, a transposed or not.
-  LtProduct(const Lt& lt, int64_t rows, int64_t columns, int64_t k, bool a_transposed,
-            const void* a_data, bool b_transposed, const void* b_data, void* d_data,
-            cublasLtEpilogue_t epilogue, const void* bias, void* mask, int64_t mask_bits)
-      : lt(lt), a_data(a_data), b_data(b_data), d_data(d_data), choices(8) {
-    CHECK(cublasLtMatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
-      CHECK(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof(value)));
-    };
-    set(CUBLASLT_MATMUL_DESC_TRANSA, a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, b_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-    if (bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-    if (mask != nullptr) {
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, mask);
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, mask_bits);
-    }
-    auto layout = [](cublasLtMatrixLayout_t* layout, int64_t r, int64_t c) {
-      CHECK(cublasLtMatrixLayoutCreate(layout, CUDA_R_16BF, r, c, r));
-    };
-    a_transposed ? layout(&a, k, rows) : layout(&a, rows, k);
-    b_transposed ? layout(&b, columns, k) : layout(&b, k, columns);
-    layout(&d, rows, columns);
-    cublasLtMatmulPreference_t preference;
-    CHECK(cublasLtMatmulPreferenceCreate(&preference));
-    const size_t workspace = Lt::kWorkspace;
-    CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                               &workspace, sizeof(workspace)));
-    int found = 0;
-    CHECK(cublasLtMatmulAlgoGetHeuristic(lt.handle, operation, a, b, d, d, preference, 8,
-                                         choices.data(), &found));
-    choices.resize(found);
-  }
-
-  void run(size_t choice) const {
-    const float one = 1, zero = 0;
-    CHECK(cublasLtMatmul(lt.handle, operation, &one, a_data, a, b_data, b, &zero, d_data, d, d_data,
-                         d, &choices[choice].algo, lt.workspace, Lt::kWorkspace, nullptr));
-  }
-
-  size_t best() const {
-    cudaEvent_t start, end;
-    CHECK(cudaEventCreate(&start));
-    CHECK(cudaEventCreate(&end));
-    size_t best = 0;
-    float least = 1e30f;
-    for (size_t i = 0; i < choices.size(); ++i) {
-      run(i);
-      CHECK(cudaEventRecord(start));
-      for (int call = 0; call < kCallsPerRound; ++call) run(i);
-      CHECK(cudaEventRecord(end));
-      CHECK(cudaEventSynchronize(end));
-      float ms;
-      CHECK(cudaEventElapsedTime(&ms, start, end));
-      if (ms < least) least = ms, best = i;
-    }
-    return best;
-  }
-};
 
 // --- Forward
 
 template <typename Gemm>
 void add(const char* name, const LinearActParams& p, const DeviceTraits& device, int group,
          const T* expected, std::vector<Contender>* contenders) {
-  LinearActConfig config;
+  GemmConfig config;
   config.tile_rows = Gemm::kTileRows;
   config.tile_columns = Gemm::kTileColumns;
   config.cluster = Gemm::kClusterBlocks;
   config.group = group;
-  linear_act::set_blocks(p.m, p.n, device, &config);
+  gemm::set_blocks(p.m, p.n, device, &config);
   contenders->push_back(
       {std::string(name) + " group " + std::to_string(group),
        [=] { CHECK(linear_act::run<Gemm>(p, config, nullptr)); },
@@ -225,7 +42,7 @@ void forward(const Lt& lt, int64_t m, int64_t n, int64_t k, Activation activatio
   const LtProduct reference(
       lt, n, m, k, true, weight, false, x, expected,
       activation == Activation::kRelu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_GELU_BIAS,
-      bias, nullptr, 0);
+      bias);
   LinearActParams p;
   p.activation = activation;
   p.m = m;
@@ -281,10 +98,8 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
   T* expected_dx = random_values(m * k, 8);
   T* expected_dweight = random_values(n * k, 9);
   T* dz = random_values(m * n, 10);
-  const LtProduct first(lt, k, m, n, false, weight, false, dz, expected_dx,
-                        CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr, 0);
-  const LtProduct second(lt, k, n, m, false, x, true, dz, expected_dweight,
-                         CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr, 0);
+  const LtProduct first(lt, k, m, n, false, weight, false, dz, expected_dx);
+  const LtProduct second(lt, k, n, m, false, x, true, dz, expected_dweight);
   ActRowsParams rows;
   rows.backward = rows.dependent = true;
   rows.m = m;
@@ -334,10 +149,10 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
   auto add_tile = [&](auto dx_gemm, auto dweight_gemm, const std::string& tile) {
     using Dx = decltype(dx_gemm);
     using Dweight = decltype(dweight_gemm);
-    LinearActConfig config;
+    GemmConfig config;
     config.tile_rows = Dx::kTileRows;
     config.tile_columns = Dx::kTileColumns;
-    linear_act::set_blocks(m, k, device, &config);
+    gemm::set_blocks(m, k, device, &config);
     contenders.push_back({"dx " + tile,
                           [&p, config] { CHECK(linear_act::run_dx<Dx>(p, config, nullptr)); },
                           [&] { return difference(dx, expected_dx, m * k); },
@@ -352,7 +167,7 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
         continue;
       tried.push_back(splits);
       config.splits = splits;
-      linear_act::set_blocks(n, k, device, &config);
+      gemm::set_blocks(n, k, device, &config);
       contenders.push_back({"dweight " + tile + " splits " + std::to_string(splits),
                             [&p, config, workspace] {
                               CHECK(

@@ -1,10 +1,10 @@
-// Times the forward kernel of softmax.cu in many configurations, to choose that of softmax.h.
+// Times the kernels of softmax.cu in many configurations, to choose those of softmax.h.
 //
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels \
 //     -o build/softmax_tuning bench/tuning/softmax_configs.cu && build/softmax_tuning
 //
-// Prints microseconds and TB/s (4 bytes an element) of bf16 rows, contenders interleaved, medians;
-// the marked line is what the chooser takes.
+// Prints microseconds and TB/s (4 bytes an element forward, 6 backward) of bf16 rows, contenders
+// interleaved, medians; the marked line is what the chooser takes.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -71,29 +71,25 @@ cudaError_t run(const SoftmaxParams& p, const RowConfig& config) {
   }
 }
 
-void sweep(int64_t rows, int columns, T* x, T* y, const DeviceTraits& device) {
-  SoftmaxParams p;
-  p.dtype = DType::kBFloat16;
-  p.rows = rows;
-  p.columns = columns;
-  p.x = RowMatrix::make(x, columns, rows, columns, 2);
-  p.y = RowMatrix::make(y, columns, rows, columns, 2);
-  const RowConfig chosen = choose_softmax_config(p, device);
-  std::vector<Contender> contenders = {{chosen, " *", {}}};
-  for (int items : {1, 2, 4, 8}) {
-    for (int threads : {128, 256, 512}) {
-      for (int block_threads : {128, 256}) {
-        const RowConfig config = spread(chosen, rows, columns, items, threads, block_threads);
-        const bool is_known =
-            std::any_of(contenders.begin(), contenders.end(), [&](const Contender& other) {
-              const RowConfig& c = other.config;
-              return c.items == items && c.threads_per_row == config.threads_per_row &&
-                     c.rows_per_block == config.rows_per_block && c.cluster == config.cluster;
-            });
-        if (config.cluster <= kMaxCluster && !is_known) contenders.push_back({config, "", {}});
-      }
-    }
+cudaError_t run(const SoftmaxBwdParams& p, const RowConfig& config) {
+  using Value = Compute<T>;
+  switch (config.items) {
+    case 1:
+      return launch_rows<Value>(softmax_bwd_kernel<T, 1, true>, config, nullptr, p);
+    case 2:
+      return launch_rows<Value>(softmax_bwd_kernel<T, 2, true>, config, nullptr, p);
+    default:
+      return launch_rows<Value>(softmax_bwd_kernel<T, 4, true>, config, nullptr, p);
   }
+}
+
+bool same(const RowConfig& a, const RowConfig& b) {
+  return a.path == b.path && a.items == b.items && a.threads_per_row == b.threads_per_row &&
+         a.rows_per_block == b.rows_per_block && a.cluster == b.cluster && a.blocks == b.blocks;
+}
+
+template <typename Params>
+void time(const char* name, const Params& p, std::vector<Contender> contenders, int bytes) {
   cudaEvent_t start, end;
   CHECK(cudaEventCreate(&start));
   CHECK(cudaEventCreate(&end));
@@ -112,10 +108,49 @@ void sweep(int64_t rows, int columns, T* x, T* y, const DeviceTraits& device) {
   for (Contender& c : contenders) {
     std::sort(c.microseconds.begin(), c.microseconds.end());
     const double us = c.microseconds[c.microseconds.size() / 2];
-    std::printf("softmax %lldx%d  items %d block %3dx%d cluster %2d  %7.1f us %5.2f TB/s%s\n",
-                static_cast<long long>(rows), columns, c.config.items, c.config.threads_per_row,
-                c.config.rows_per_block, c.config.cluster, us, 4e-6 * rows * columns / us, c.mark);
+    std::printf(
+        "%s %lldx%d  items %d block %4dx%d cluster %2d blocks %6lld  %7.1f us %5.2f TB/s%s\n", name,
+        static_cast<long long>(p.rows), p.columns, c.config.items, c.config.threads_per_row,
+        c.config.rows_per_block, c.config.cluster, static_cast<long long>(c.config.blocks), us,
+        1e-6 * bytes * p.rows * p.columns / us, c.mark);
   }
+}
+
+void sweep(int64_t rows, int columns, T* x, T* y, const DeviceTraits& device) {
+  SoftmaxParams p;
+  p.dtype = DType::kBFloat16;
+  p.rows = rows;
+  p.columns = columns;
+  p.x = RowMatrix::make(x, columns, rows, columns, 2);
+  p.y = RowMatrix::make(y, columns, rows, columns, 2);
+  SoftmaxBwdParams q;
+  q.dtype = p.dtype;
+  q.rows = rows;
+  q.columns = columns;
+  q.dy = p.x;
+  q.y = RowMatrix::make(x + rows * columns, columns, rows, columns, 2);
+  q.dx = p.y;
+  std::vector<Contender> forward = {{choose_softmax_config(p, device), " *", {}}};
+  std::vector<Contender> backward = {{choose_softmax_bwd_config(q, device), " *", {}}};
+  auto add = [](const RowConfig& config, const char* mark, std::vector<Contender>* to) {
+    if (config.cluster > kMaxCluster) return;
+    for (const Contender& known : *to) {
+      if (same(known.config, config)) return;
+    }
+    to->push_back({config, mark, {}});
+  };
+  const RowConfig chosen = backward[0].config;
+  for (int items : {1, 2, 4, 8}) {
+    for (int threads : {128, 256, 512}) {
+      for (int block_threads : {128, 256}) {
+        const RowConfig config = spread(chosen, rows, columns, items, threads, block_threads);
+        add(config, "", &forward);
+        if (items <= 4) add(config, "", &backward);
+      }
+    }
+  }
+  time("forward", p, forward, 4);
+  time("backward", q, backward, 6);
 }
 
 int main() {
@@ -123,9 +158,9 @@ int main() {
   CHECK(softmax_device_traits(&device));
   constexpr int64_t kElements = int64_t{1} << 28;
   T *x, *y;
-  CHECK(cudaMalloc(&x, kElements * sizeof(T)));
+  CHECK(cudaMalloc(&x, 2 * kElements * sizeof(T)));
   CHECK(cudaMalloc(&y, kElements * sizeof(T)));
-  fill<<<1024, 256>>>(x, kElements);
+  fill<<<1024, 256>>>(x, 2 * kElements);
   for (int columns : {1024, 4096, 8192, 16384, 32768, 65536, 262144})
     sweep(kElements / columns, columns, x, y, device);
 }

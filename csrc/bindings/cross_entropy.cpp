@@ -107,6 +107,25 @@ Params parameters(const char* op, RowCall& call, const Tensor& logits, const Ten
   return params;
 }
 
+// The statistics and the normalizer of a forward, which lie in memory as it makes them.
+void set_sums(const char* op, const RowCall& call, const View& logits, const View& statistics,
+              const View& normalizer, const Options& options, CrossEntropyParams* params) {
+  check_place(op, "statistics", statistics, logits, statistics_sizes(logits).data(), logits.dim);
+  const int64_t normalizer_size = options.normalizer_size();
+  check_place(op, "normalizer", normalizer, logits, &normalizer_size, 1);
+  const int32_t dtype = torch_dtype(call.compute_dtype());
+  if (statistics.dtype != dtype || normalizer.dtype != dtype) {
+    fail(op, ": statistics and normalizer must have dtype ",
+         call.compute_dtype() == DType::kFloat64 ? "float64" : "float32");
+  }
+  const bool are_pairs_aligned =
+      reinterpret_cast<uintptr_t>(statistics.data) % (2 * size_of(call.compute_dtype())) == 0;
+  if (!are_pairs_aligned || !statistics.is_contiguous() || !normalizer.is_contiguous())
+    fail(op, ": statistics and normalizer must lie in memory as the forward made them");
+  params->statistics = statistics.data;
+  params->normalizer = normalizer.data;
+}
+
 // --- Forward
 
 // [loss, statistics, normalizer, gradient if it is wanted]
@@ -143,6 +162,43 @@ std::vector<Tensor> cross_entropy_forward(const Tensor& logits, const Tensor& ta
   return outputs;
 }
 
+// Of rows that are written to, none may lie on top of another.
+void check_rows_apart(const char* op, const char* name, const Tensor& tensor, int64_t stride) {
+  const RowCall call(op, name, tensor);
+  if (call.rows() > 1 && stride < call.columns())
+    fail(op, ": rows of ", name, " must not share memory; got a row stride of ", stride);
+}
+
+// Some of the rows of a loss; with_gradient, theirs is written over the logits.
+void cross_entropy_rows_(Tensor logits, Tensor losses, Tensor statistics, const Tensor& target,
+                         const Tensor& normalizer, int64_t ignore_index, double label_smoothing,
+                         double z_loss, double softcap, int64_t reduction, bool with_gradient) {
+  const char* op = "cross_entropy_rows_";
+  const Options options{std::nullopt, ignore_index, label_smoothing, z_loss, softcap, reduction};
+  const View view(logits);
+  int64_t stride;
+  if (view.dim == 0 || !has_one_row_stride(view, &stride))
+    fail(op, ": logits must be rows that lie one stride apart");
+  check_rows_apart(op, "logits", logits, stride);
+  RowCall call(op, "logits", logits);
+  const Tensor classes = as_contiguous(target);
+  auto params = parameters<CrossEntropyParams>(op, call, logits, classes, options);
+  set_sums(op, call, view, View(statistics), View(normalizer), options, &params);
+  const View values = call.check_values("losses", losses);
+  if (!values.is_contiguous()) fail(op, ": losses must be contiguous");
+  params.loss = values.data;
+  params.is_part = true;
+  if (with_gradient) params.gradient = params.logits;
+  if (call.is_empty()) return;
+
+  DeviceScope scope(call.device_index());
+  const CrossEntropyConfig config = choose_cross_entropy_config(
+      params, device_traits<cross_entropy_device_traits>(call.device_index()));
+  call.print(config);
+  throw_on_error(launch_cross_entropy(params, config, nullptr, current_stream(call.device_index())),
+                 op);
+}
+
 // --- Backward
 
 struct BackwardArguments {
@@ -174,29 +230,18 @@ void backward(const char* op, const BackwardArguments& arguments, const Tensor& 
   params.gradient = call.like_first("gradient", gradient);
 
   const View logits(arguments.logits);
-  const int32_t dtype = torch_dtype(call.compute_dtype());
-  const Tensor own_statistics = as_contiguous(arguments.statistics);
-  const View statistics(own_statistics);
-  check_place(op, "statistics", statistics, logits, statistics_sizes(logits).data(), logits.dim);
-  params.statistics = statistics.data;
-  const View normalizer(arguments.normalizer);
-  const int64_t normalizer_size = options.normalizer_size();
-  check_place(op, "normalizer", normalizer, logits, &normalizer_size, 1);
-  params.normalizer = normalizer.data;
+  const Tensor statistics = as_contiguous(arguments.statistics);
+  set_sums(op, call, logits, View(statistics), View(arguments.normalizer), options, &params);
   const Tensor grad_loss = is_one_value(View(arguments.grad_loss))
                                ? arguments.grad_loss
                                : as_contiguous(arguments.grad_loss);
   const View incoming(grad_loss);
   check_place(op, "grad_loss", incoming, logits, logits.sizes,
               options.is_reduced() ? 0 : logits.dim - 1);
-  if (statistics.dtype != dtype || normalizer.dtype != dtype || incoming.dtype != dtype) {
-    fail(op, ": statistics, normalizer and grad_loss must have dtype ",
+  if (incoming.dtype != torch_dtype(call.compute_dtype())) {
+    fail(op, ": grad_loss must have dtype ",
          call.compute_dtype() == DType::kFloat64 ? "float64" : "float32");
   }
-  const bool are_pairs_aligned =
-      reinterpret_cast<uintptr_t>(statistics.data) % (2 * size_of(call.compute_dtype())) == 0;
-  if (!are_pairs_aligned || !normalizer.is_contiguous())
-    fail(op, ": statistics and normalizer must lie in memory as the forward made them");
   params.grad_loss = incoming.data;
   params.grad_stride = is_one_value(incoming) ? 0 : 1;
   params.unless_one = arguments.unless_one;
@@ -235,9 +280,7 @@ void cross_entropy_backward_(Tensor gradient, const Tensor& grad_loss, const Ten
   const View view(gradient);
   int64_t stride;
   if (view.dim == 0 || has_one_row_stride(view, &stride)) {
-    const RowCall call(op, "gradient", gradient);
-    if (call.rows() > 1 && stride < call.columns())
-      fail(op, ": rows of gradient must not share memory; got a row stride of ", stride);
+    check_rows_apart(op, "gradient", gradient, stride);
     backward(op, arguments, gradient);
   } else {
     // A copy with its values, which unless_one may keep.
@@ -247,9 +290,9 @@ void cross_entropy_backward_(Tensor gradient, const Tensor& grad_loss, const Ten
   }
 }
 
-// What the forward, or a backward, would launch, as JSON. With in_place the backward's gradient
-// overwrites the logits. These may be a CPU tensor, which stands for a CUDA tensor of that layout;
-// of what is allocated here only the layout matters.
+// What the forward, or a backward, would launch, as JSON. With in_place the gradient overwrites the
+// logits: in the backward, or in a forward of some of the rows. These may be a CPU tensor, which
+// stands for a CUDA tensor of that layout; of what is allocated here only the layout matters.
 std::string cross_entropy_plan(const Tensor& logits, OptionalTensor weight, double label_smoothing,
                                double softcap, int64_t reduction, bool with_gradient,
                                bool is_backward, bool in_place, bool unless_one, int64_t num_sms) {
@@ -259,7 +302,8 @@ std::string cross_entropy_plan(const Tensor& logits, OptionalTensor weight, doub
   auto params = layout_parameters<CrossEntropyBwdParams>(call, options);
   const Tensor gradient = call.allocate_rows();
   if (!is_backward) {
-    if (with_gradient) params.gradient = call.written(gradient);
+    params.is_part = in_place;
+    if (with_gradient) params.gradient = in_place ? params.logits : call.written(gradient);
     return call.describe(choose_cross_entropy_config(params, device));
   }
   params.gradient = in_place ? params.logits : call.written(gradient);
@@ -271,6 +315,7 @@ std::string cross_entropy_plan(const Tensor& logits, OptionalTensor weight, doub
 
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_rows_", TORCH_BOX(&cross_entropy_rows_));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_));
 }

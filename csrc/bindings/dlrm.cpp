@@ -118,13 +118,14 @@ class DotCall {
   std::string describe(const DotConfig& config) const {
     auto quoted = [&](int64_t i) { return concat("\"", copies_[i].name, "\""); };
     const int vec = config.aligned ? kVectorBytes / size_of(params_.dtype) : 1;
-    return concat(
-        "{\"op\": \"", op_, "\", \"path\": \"", name_of(config.path), "\", \"vec\": ", vec,
-        ", \"row_vec\": ", config.aligned_row ? kVectorBytes / size_of(params_.dtype) : 1,
-        ", \"tiles\": ", config.tiles, ", \"threads\": ", config.threads,
-        ", \"blocks\": ", config.blocks, ", \"shared_bytes\": ", config.shared_bytes,
-        ", \"vectors\": ", params_.vectors, ", \"columns\": ", params_.columns,
-        ", \"width\": ", params_.width, ", \"copies\": [", join(copies_.size(), quoted), "]}");
+    return concat("{\"op\": \"", op_, "\", \"path\": \"", name_of(config.path),
+                  "\", \"vec\": ", vec,
+                  ", \"row_vec\": ", config.aligned_row ? kVectorBytes / size_of(params_.dtype) : 1,
+                  ", \"tiles\": ", config.tiles, ", \"stages\": ", config.stages,
+                  ", \"threads\": ", config.threads, ", \"blocks\": ", config.blocks,
+                  ", \"shared_bytes\": ", config.shared_bytes, ", \"vectors\": ", params_.vectors,
+                  ", \"columns\": ", params_.columns, ", \"width\": ", params_.width,
+                  ", \"copies\": [", join(copies_.size(), quoted), "]}");
   }
 
   void print(const DotConfig& config) const {

@@ -8,6 +8,7 @@
 
 #include "linear_act_extended.h"
 #include "linear_act_fp8_plan.h"
+#include "linear_act_product_call.h"
 #include "linear_act_target.h"
 #include "linear_act_tuning.h"
 
@@ -430,6 +431,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("linear_act_forward", TORCH_BOX(&linear_act_forward));
   m.impl("linear_act_backward", TORCH_BOX(&linear_act_backward));
   m.impl("linear_act_extended", TORCH_BOX(&linear_act_extended));
+  m.impl("linear_act_product_", TORCH_BOX(&linear_act_product_));
   m.impl("mlp_backward", TORCH_BOX(&mlp_backward));
   m.impl("linear_act_fp8", TORCH_BOX(&linear_act_fp8));
 }
@@ -439,6 +441,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
   m.impl("linear_act_plan", TORCH_BOX(&linear_act_plan));
   m.impl("linear_act_backward_plan", TORCH_BOX(&linear_act_backward_plan));
   m.impl("linear_act_extended_plan", TORCH_BOX(&linear_act_extended_plan));
+  m.impl("linear_act_product_plan", TORCH_BOX(&linear_act_product_plan));
   m.impl("mlp_backward_plan", TORCH_BOX(&mlp_backward_plan));
   m.impl("linear_act_fp8_plan", TORCH_BOX(&linear_act_fp8_plan));
   m.impl("cublaslt_version", TORCH_BOX(&cublaslt_version));

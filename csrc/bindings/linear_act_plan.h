@@ -27,7 +27,7 @@ inline GemmFactor readable(const GemmFactor& factor, int64_t rows, int64_t k, DT
   GemmFactor result = factor;
   result.stride =
       factor.k_is_inner ? line_stride(factor.stride, rows, k) : line_stride(factor.stride, k, rows);
-  const bool fits = linear_act::can_be_boxed(factor.data, result.stride, dtype);
+  const bool fits = gemm::can_be_boxed(factor.data, result.stride, dtype);
   if (fits || room == nullptr || !factor.k_is_inner) return result;
   return {room, padded_columns(k), true};
 }
@@ -207,7 +207,7 @@ inline LinearActBwdParams hopper_params(const LinearBackward& b) {
   if (b.dx != nullptr) {
     params.weight = matrix(b.weight, layer.n, b.padded_weight);
     params.dx = {b.dx, line_stride(layer.k, layer.m, layer.k)};
-    const bool fits = linear_act::can_be_boxed(b.dx, params.dx.stride, layer.dtype);
+    const bool fits = gemm::can_be_boxed(b.dx, params.dx.stride, layer.dtype);
     if (!fits && b.padded_dx != nullptr) params.dx = {b.padded_dx, padded_columns(layer.k)};
   }
   params.dweight = b.dweight;

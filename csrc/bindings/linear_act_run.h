@@ -29,6 +29,9 @@ const Step* run_steps(const Steps& steps, Runner& runner) {
       case StepKind::kProduct:
         runner.product(step.matmul);
         break;
+      case StepKind::kDotRows:
+        runner.dot_rows(step.matmul);
+        break;
       case StepKind::kBiasRows:
         runner.bias_rows(step.bias_rows);
         break;
@@ -77,6 +80,8 @@ inline const char* kernel_name(const Step& step) {
       return "linear_act_dx_kernel_sm90, linear_act_dweight_kernel_sm90";
     case StepKind::kProduct:
       return "torch.matmul";
+    case StepKind::kDotRows:
+      return "dot_rows_kernel";
     case StepKind::kBiasRows:
       return "torch.copy_";
     case StepKind::kActRows:
@@ -94,7 +99,7 @@ inline const char* kernel_name(const Step& step) {
 
 inline std::string quoted(const std::string& text) { return "\"" + text + "\""; }
 
-inline std::string tile_name(const LinearActConfig& config) {
+inline std::string tile_name(const GemmConfig& config) {
   return std::to_string(config.tile_rows) + "x" + std::to_string(config.tile_columns) +
          (config.cluster > 1 ? ", clusters of " + std::to_string(config.cluster) : "");
 }

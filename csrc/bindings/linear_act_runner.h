@@ -31,7 +31,7 @@ class TorchRunner {
     return plan.run(source_.context.handle, operands, workspace, stream_);
   }
 
-  void hopper(const LinearActParams& params, const LinearActConfig& config) {
+  void hopper(const LinearActParams& params, const GemmConfig& config) {
     throw_on_error(launch_linear_act(params, config, stream_), op_);
   }
 
@@ -52,6 +52,29 @@ class TorchRunner {
 
   void pad_rows(const PadRowsParams& params) {
     throw_on_error(launch_pad_rows(params, stream_), op_);
+  }
+
+  void dot_rows(const Matmul& matmul) {
+    const MatmulProblem& p = matmul.problem;
+    const MatmulOperands& operands = matmul.operands;
+    DotRowsParams params;
+    params.dtype = dtype_;
+    params.batch = p.batch;
+    params.m = p.m;
+    params.k = p.k;
+    params.x = {operands.a, p.a_stride, p.a_k_is_inner};
+    params.x_batch = p.a_batch;
+    params.weight = operands.b;
+    params.weight_step = p.b_k_is_inner ? 1 : p.b_stride;
+    params.weight_batch = p.b_batch;
+    params.bias = operands.bias;
+    params.bias_batch = p.bias_batch;
+    params.residual = {const_cast<void*>(operands.c), p.c_stride};
+    params.residual_batch = p.c_batch;
+    params.output = {operands.output, p.output_stride};
+    params.output_batch = p.output_batch;
+    params.dependent = source_.device.dependent_launch;
+    throw_on_error(launch_dot_rows(params, stream_), op_);
   }
 
   void copy(const Copy& copy) {

@@ -103,6 +103,7 @@ enum class StepKind {
   kHopper,     // our own product, with everything in its epilogue
   kHopperBwd,  // likewise both products of the gradient
   kProduct,    // torch's product and additions, for what cuBLASLt has no kernel
+  kDotRows,    // our own product for a layer of one output
   kBiasRows,   // the bias in every row of the output, to which a product is then added
   kActRows,    // y = act(z), or dz = dy act'(z)
   kQuantize,   // y / scale in 8 bits, by torch
@@ -141,10 +142,10 @@ struct Step {
   StepKind kind = StepKind::kMatmul;
   const char* what = "";      // is made
   const char* why = nullptr;  // it takes this step, if a fused one was thinkable
-  Matmul matmul;              // kMatmul, kProduct
+  Matmul matmul;              // kMatmul, kProduct, kDotRows
   std::shared_ptr<MatmulPlan> plan;
   LinearActParams hopper;
-  LinearActConfig config;
+  GemmConfig config;
   LinearActBwdParams hopper_bwd;
   LinearActBwdConfig bwd_config;
   ActRowsParams rows;
@@ -262,6 +263,16 @@ inline void add_bias(Matmul& matmul, void* bias, int64_t batch_stride) {
   matmul.operands.bias = bias;
 }
 
+// A bias or a residual is added to rows of one element each, of 16 bits. Measured on an H200
+// (cuBLASLt 13.1): the product is rounded first, also where c is added by beta = 1. In batches that
+// a launch cannot count there are none.
+inline bool is_one_output(const Matmul& matmul) {
+  const MatmulProblem& p = matmul.problem;
+  const bool half = p.output_type == CUDA_R_16F || p.output_type == CUDA_R_16BF;
+  const bool adds = adds_bias(p.epilogue) || matmul.operands.c != nullptr;
+  return p.n == 1 && half && adds && p.type == p.output_type && p.batch <= 65535;
+}
+
 // What is kept of m x n values of z, or was.
 inline void add_aux(Matmul& matmul, void* saved) {
   MatmulProblem& p = matmul.problem;
@@ -297,6 +308,11 @@ class StepPlanner {
   void matmul(const char* what, const Matmul& matmul, const char* why = nullptr) {
     const MatmulProblem& p = matmul.problem;
     if (p.m == 0 || p.n == 0 || p.batch == 0) return;
+    if (is_one_output(matmul)) {
+      add(StepKind::kDotRows, what, "cuBLASLt rounds such a product before it adds").matmul =
+          matmul;
+      return;
+    }
     const char* reason;
     if (Step* step = try_matmul(what, matmul, &reason)) {
       step->why = why;

@@ -173,6 +173,25 @@ Tensor act_mul_packed_backward(const Tensor& grad, const Tensor& gate_up, int64_
   return gradient;
 }
 
+std::vector<Tensor> act_mul_packed_recompute(const Tensor& grad, const Tensor& gate_up,
+                                             int64_t activation) {
+  const Operand operand("gate_up", gate_up), incoming("grad", grad);
+  PointwiseCall call("act_mul_packed_recompute", PointwiseOp::kActMulRecompute, activation);
+  const int64_t d = call.split(operand);
+  call.check_like(incoming);
+  Tensor gradient = call.allocate(operand.view.sizes, operand.view.dim);
+  Tensor output = call.allocate_space();
+  if (!call.is_empty()) {
+    call.add_halves(operand.view, d);
+    call.add_number(0);
+    call.add(incoming.view);
+    call.add_halves(View(gradient), d);
+    call.add_output(View(output));
+    call.backward(0b111);
+  }
+  return {gradient, output};
+}
+
 // --- Plans, without a device
 
 // What a call on such operands would launch, as a JSON list. Operands may be CPU tensors, which
@@ -186,12 +205,14 @@ std::string pointwise_plan(std::string op, std::vector<Tensor> operands, int64_t
     int num_operands;
     int num_values;  // that the backward reads; 0: the output in place of the operands
   };
-  static constexpr Known kKnown[] = {{"add_relu", PointwiseOp::kAddAct, 2, 0},
-                                     {"bias_act", PointwiseOp::kAddAct, 2, 2},
-                                     {"add_mul_act", PointwiseOp::kAddMulAct, 3, 3},
-                                     {"act_scale_bias", PointwiseOp::kActScaleBias, 3, 2},
-                                     {"act_mul", PointwiseOp::kActMul, 2, 2},
-                                     {"act_mul_packed", PointwiseOp::kActMul, 1, 1}};
+  static constexpr Known kKnown[] = {
+      {"add_relu", PointwiseOp::kAddAct, 2, 0},
+      {"bias_act", PointwiseOp::kAddAct, 2, 2},
+      {"add_mul_act", PointwiseOp::kAddMulAct, 3, 3},
+      {"act_scale_bias", PointwiseOp::kActScaleBias, 3, 2},
+      {"act_mul", PointwiseOp::kActMul, 2, 2},
+      {"act_mul_packed", PointwiseOp::kActMul, 1, 1},
+      {"act_mul_packed_recompute", PointwiseOp::kActMulRecompute, 1, 1}};
   const Known* known = std::find_if(std::begin(kKnown), std::end(kKnown),
                                     [&](const Known& k) { return op == k.name; });
   if (known == std::end(kKnown)) fail("pointwise_plan: unknown operator ", op);
@@ -206,13 +227,16 @@ std::string pointwise_plan(std::string op, std::vector<Tensor> operands, int64_t
   std::vector<Tensor> made;
   if (known->num_operands == 1) {
     const int64_t d = call.split(given[0]);
+    const bool makes_output = known->op == PointwiseOp::kActMulRecompute;
     made.push_back(call.allocate_space());
     call.add_halves(given[0].view, d);
+    if (makes_output) call.add_number(0);
     call.add_output(View(made[0]));
     if (mask != 0) {
       made.push_back(call.allocate(given[0].view.sizes, given[0].view.dim));
       call.add_halves(View(made[1]), d);
     }
+    if (makes_output) call.add_output(View(made.emplace_back(call.allocate_space())));
   } else {
     call.broadcast(given.data(), known->num_operands);
     const Tensor output = call.allocate_output(given.data(), known->num_operands);
@@ -261,6 +285,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("act_mul_backward", TORCH_BOX(&act_mul_backward));
   m.impl("act_mul_packed", TORCH_BOX(&act_mul_packed));
   m.impl("act_mul_packed_backward", TORCH_BOX(&act_mul_packed_backward));
+  m.impl("act_mul_packed_recompute", TORCH_BOX(&act_mul_packed_recompute));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {

@@ -46,6 +46,8 @@ __global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1)
   typename Row::V v[kItems];
   slice.load_all(p.logits, logits, v);
   const Row row(p, slice, own.index);
+  const bool is_first = threadIdx.x == 0 && cluster_rank() == 0;
+  if (own.exists && is_first) row.keep_target_logit(losses, own.index);
   OnlineSum<T> sum(row.exp);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -65,7 +67,7 @@ __global__ void __launch_bounds__(kRowThreads, kPlain ? 2 : 1)
   }
   let_next_kernel_start();
   if (!own.exists) return;
-  if (threadIdx.x == 0 && cluster_rank() == 0) row.store_loss(losses, own.index, total, weighted);
+  if (is_first) row.store_loss(losses, own.index, total, weighted);
   if (p.gradient.data == nullptr) return;
 
   T* gradient = row_of<T>(p.gradient, own.index);
@@ -89,6 +91,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 
   wait_for_previous_kernel();
   const Row row(p, slice, index);
+  if (threadIdx.x == 0) row.keep_target_logit(losses, index);
   auto load = [&](int i) { return slice.load(p.logits, logits, i); };
   OnlineSum<T> sum(row.exp);
   for (int i = 0; slice.column(i) < p.columns; ++i) row.add(i, load(i), &sum);
@@ -214,8 +217,7 @@ template <typename T>
 cudaError_t forward(const CrossEntropyParams& p, const CrossEntropyConfig& config, void* workspace,
                     cudaStream_t stream) {
   using C = Compute<T>;
-  const bool is_reduced = p.reduction != Reduction::kNone;
-  C* losses = static_cast<C*>(is_reduced ? workspace : p.loss);
+  C* losses = static_cast<C*>(p.adds_up() ? workspace : p.loss);
   cudaError_t status = cudaSuccess;
   if (config.totals_first) status = sum_over_rows<C>(p, config, nullptr, stream);
   if (status == cudaSuccess && config.row.path != RowPath::kEmpty) {
@@ -235,7 +237,7 @@ cudaError_t forward(const CrossEntropyParams& p, const CrossEntropyConfig& confi
       }
     }
   }
-  if (status != cudaSuccess || !is_reduced) return status;
+  if (status != cudaSuccess || !p.adds_up()) return status;
   return sum_over_rows<C>(p, config, losses, stream);
 }
 

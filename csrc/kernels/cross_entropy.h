@@ -29,12 +29,21 @@ struct CrossEntropyParams {
   double z_loss = 0;
   double softcap = 0;  // 0: none
   Reduction reduction = Reduction::kMean;
+  // These are some of the rows: the normalizer is that of all of them, and given.
+  bool is_part = false;
   // [rows, 2]: the maximum of x' and the sum of exp(x' - maximum), aligned to both.
   void* statistics = nullptr;
   // [2]: the weights of the valid targets added up, and their number. Unused with kNone: nothing is
   // divided, and no kernel looks at all targets.
   void* normalizer = nullptr;
-  void* loss = nullptr;  // [rows] with kNone, else one value
+  void* loss = nullptr;  // one value where the rows are added up, else [rows]
+
+#ifdef __CUDACC__
+  __host__ __device__
+#endif
+      bool adds_up() const {
+    return reduction != Reduction::kNone && !is_part;
+  }
 };
 
 struct CrossEntropyBwdParams : CrossEntropyParams {

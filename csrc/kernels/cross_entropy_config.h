@@ -32,7 +32,7 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyParams& 
   config.row =
       choose_row_config(params.rows, params.columns, params.dtype, aligned, most_items, device);
   config.row.dependent_launch = device.dependent_launch;
-  if (params.reduction == Reduction::kNone) return config;
+  if (!params.adds_up()) return config;
   const int64_t blocks = ceil_div(std::max<int64_t>(params.rows, 1), kTotalsRows);
   const int most_blocks = device.clusters ? kMaxCluster : 1;
   config.totals_cluster =

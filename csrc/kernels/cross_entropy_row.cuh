@@ -159,22 +159,28 @@ struct CrossEntropyRow {
     }
   }
 
-  // The row's statistics and loss, given the sums of `add` and add_weighted. With a reduction the
-  // penalty is added where the losses are.
+  // The target's logit waits where the loss will be, which takes no register: once the sums are
+  // known, another thread may write the gradient over it.
+  __device__ void keep_target_logit(C* losses, int64_t index) const {
+    if (target >= 0) losses[index] = to_compute(row_of<T>(p.logits, index)[target]);
+  }
+
+  // The row's statistics and loss, given the sums of `add` and add_weighted, by the thread that
+  // has kept the target's logit. Where the losses are added up, the penalty is added to them there.
   __device__ void store_loss(C* losses, int64_t index, const Pair<C>& total,
                              const Pair<C>& weighted) const {
     store_statistics(p, index, total);
     const C log_sum = ::log(total.b);
     C loss = 0;
     if (target >= 0) {
-      C x[1] = {to_compute(row_of<T>(p.logits, index)[target])};
+      C x[1] = {losses[index]};
       softcap.apply(x);
       // lse - x' from small differences, not from two large numbers.
       const C smoothing = static_cast<C>(p.label_smoothing);
       loss = (C(1) - smoothing) * class_weight<C>(p, target) * (total.a - x[0] + log_sum);
       if (!kPlain && smoothing != C(0))
         loss += smoothing / static_cast<C>(p.columns) * (weighted.b * log_sum - weighted.a);
-      if (p.reduction == Reduction::kNone && p.z_loss != 0) {
+      if (!p.adds_up() && p.z_loss != 0) {
         const C lse = total.a + log_sum;
         loss += static_cast<C>(p.z_loss) * lse * lse;
       }

@@ -4,7 +4,7 @@
 // one row. Bound by memory: each vector is read once and each row is written once (27 vectors of
 // 128 elements of 2 bytes: 6912 bytes in, 960 out), backward vectors and incoming row are read and
 // the gradients written once. The products themselves are small: tensor cores do them on the way.
-// - dlrm_interaction.cuh: 16-bit types, a warp a sample, the next samples on their way meanwhile;
+// - dlrm_interaction.cuh: 16-bit types, a warp a sample, many warps at a time;
 // - dlrm_interaction_threads.cuh: float32 and float64, a block a sample.
 //
 // Head: a linear layer of one output with sigmoid and binary cross-entropy (dlrm_head.cuh). x is
@@ -39,22 +39,30 @@ cudaError_t launch_dot(void (*kernel)(Params...), const DotConfig& config, cudaS
                 stream, args...);
 }
 
-// f(tiles, aligned), two integral constants.
+// f(tiles, stages, aligned), three integral constants: the kernels that dlrm_config.h chooses from.
 template <typename F>
-cudaError_t with_tiles(const DotConfig& config, F f) {
-  auto with_aligned = [&](auto tiles) {
-    return config.aligned ? f(tiles, std::true_type()) : f(tiles, std::false_type());
-  };
-  return config.tiles == kFewDotTiles ? with_aligned(std::integral_constant<int, kFewDotTiles>())
-                                      : with_aligned(std::integral_constant<int, kManyDotTiles>());
+cudaError_t with_shape(const DotConfig& config, F f) {
+  constexpr std::integral_constant<int, kFewDotTiles> few;
+  constexpr std::integral_constant<int, kManyDotTiles> many;
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, kMostDotStages> most;
+  if (config.tiles == many)
+    return config.aligned ? f(many, one, std::true_type()) : f(many, one, std::false_type());
+  if (!config.aligned) return f(few, one, std::false_type());
+  return config.stages == one ? f(few, one, std::true_type()) : f(few, most, std::true_type());
+}
+
+DotSteps steps_of(const DotVectors& p, int64_t row_stride, const DotConfig& config) {
+  const int piece = config.aligned ? kVectorBytes / 2 : 1;
+  return DotSteps(p, row_stride, piece, config.blocks * (config.threads / kWarpSize));
 }
 
 template <typename T>
 cudaError_t interact(const DotParams& p, const DotConfig& config, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    return with_tiles(config, [&](auto tiles, auto aligned) {
-      return launch_dot(dot_interaction_kernel<T, tiles(), aligned()>, config, stream, p,
-                        config.aligned_row);
+    return with_shape(config, [&](auto tiles, auto stages, auto aligned) {
+      return launch_dot(dot_interaction_kernel<T, tiles(), stages(), aligned()>, config, stream, p,
+                        steps_of(p, p.width, config), config.aligned_row);
     });
   } else {
     return launch_dot(config.aligned ? dot_interaction_threads_kernel<T, true>
@@ -66,9 +74,9 @@ cudaError_t interact(const DotParams& p, const DotConfig& config, cudaStream_t s
 template <typename T>
 cudaError_t interact_bwd(const DotBwdParams& p, const DotConfig& config, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    return with_tiles(config, [&](auto tiles, auto aligned) {
-      return launch_dot(dot_interaction_bwd_kernel<T, tiles(), aligned()>, config, stream, p,
-                        config.aligned_row);
+    return with_shape(config, [&](auto tiles, auto stages, auto aligned) {
+      return launch_dot(dot_interaction_bwd_kernel<T, tiles(), stages(), aligned()>, config, stream,
+                        p, steps_of(p, p.grad_stride, config), config.aligned_row);
     });
   } else {
     return launch_dot(config.aligned ? dot_interaction_bwd_threads_kernel<T, true>

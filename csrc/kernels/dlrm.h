@@ -58,6 +58,7 @@ struct DotConfig {
   bool aligned = false;      // vectors consist of whole, aligned pieces of 16 bytes
   bool aligned_row = false;  // so do the rows of the output, or of the incoming gradient
   int tiles = 0;             // kTensorCores: of 16 vectors each
+  int stages = 0;            // kTensorCores: samples of a warp that are in shared memory
   int threads = 0;           // of a block
   int64_t blocks = 0;
   size_t shared_bytes = 0;

@@ -28,26 +28,50 @@ inline bool rows_are_aligned(const DotVectors& p, const void* data, int64_t stri
   return is_aligned(data) && all_multiples(kVectorBytes / size_of(p.dtype), {p.width, stride});
 }
 
-// Warps of a block: as many as let most of them be on an SM together; of few samples, so few that
-// all SMs have some.
-inline void choose_warps(const DotVectors& p, size_t bytes_of_warp, const DeviceTraits& device,
-                         DotConfig* config) {
-  const int most_blocks = config->tiles == kFewDotTiles ? kFewTilesBlocks : kManyTilesBlocks;
-  int64_t most_resident = 0, resident_blocks = 0;
-  int64_t warps = 0;
-  for (int64_t w = kDotWarps; w >= 1; w /= 2) {
-    if (w * bytes_of_warp > device.shared_bytes_of_block) continue;
-    const int64_t fitting = device.shared_bytes_of_sm / (w * bytes_of_warp + kReservedBytes);
-    const int64_t blocks = std::min<int64_t>(fitting, most_blocks * kDotWarps / w);
-    if (blocks * w <= most_resident) continue;
-    most_resident = blocks * w;
-    resident_blocks = blocks;
-    warps = w;
+// What an SM has at a time.
+struct DotResidency {
+  int64_t warps_of_block = 0, blocks = 0;
+
+  int64_t warps() const { return warps_of_block * blocks; }
+};
+
+// With blocks of as many warps as let most of them be on an SM together.
+inline DotResidency choose_residency(const DotLayout& layout, int tiles, bool is_backward,
+                                     const DeviceTraits& device) {
+  const int64_t most_blocks = tiles == kFewDotTiles ? kFewTilesBlocks : kManyTilesBlocks;
+  DotResidency best;
+  for (int64_t warps = kDotWarps; warps >= 1; warps /= 2) {
+    const size_t bytes = layout.block_bytes(is_backward, warps);
+    if (bytes > device.shared_bytes_of_block) continue;
+    const int64_t fitting = device.shared_bytes_of_sm / (bytes + kReservedBytes);
+    const DotResidency residency = {warps, std::min(fitting, most_blocks * kDotWarps / warps)};
+    if (residency.warps() > best.warps()) best = residency;
   }
+  return best;
+}
+
+inline void choose_warps(const DotVectors& p, bool is_backward, const DeviceTraits& device,
+                         DotConfig* config) {
+  config->tiles = p.vectors <= 16 * kFewDotTiles ? kFewDotTiles : kManyDotTiles;
+  config->stages = 1;
+  DotResidency residency =
+      choose_residency(DotLayout(p, config->tiles, 1), config->tiles, is_backward, device);
+  if (config->tiles == kFewDotTiles && config->aligned) {
+    // A stage more where it costs no warps.
+    const DotResidency other = choose_residency(DotLayout(p, config->tiles, kMostDotStages),
+                                                config->tiles, is_backward, device);
+    if (other.warps() == residency.warps()) {
+      config->stages = kMostDotStages;
+      residency = other;
+    }
+  }
+  // Of few samples all SMs have some.
+  int64_t warps = residency.warps_of_block;
   while (warps > 1 && ceil_div(p.batch, warps) < device.num_sms) warps /= 2;
   config->threads = static_cast<int>(warps) * kWarpSize;
-  config->shared_bytes = warps * bytes_of_warp;
-  config->blocks = std::min(ceil_div(p.batch, warps), resident_blocks * device.num_sms);
+  config->shared_bytes =
+      DotLayout(p, config->tiles, config->stages).block_bytes(is_backward, warps);
+  config->blocks = std::min(ceil_div(p.batch, warps), residency.blocks * device.num_sms);
 }
 
 inline DotConfig choose_dot_config(const DotVectors& p, bool is_backward, const void* row,
@@ -60,10 +84,7 @@ inline DotConfig choose_dot_config(const DotVectors& p, bool is_backward, const 
   const size_t itemsize = size_of(p.dtype);
   if (itemsize == 2) {
     config.path = DotPath::kTensorCores;
-    config.tiles = p.vectors <= 16 * kFewDotTiles ? kFewDotTiles : kManyDotTiles;
-    const DotLayout layout(p, config.tiles);
-    const int elements = is_backward ? layout.backward_elements() : layout.forward_elements();
-    choose_warps(p, elements * itemsize, device, &config);
+    choose_warps(p, is_backward, device, &config);
     return config;
   }
   config.path = DotPath::kThreads;

@@ -1,294 +1,251 @@
-// The interaction on tensor cores, for 16-bit types: a warp has samples of its own, and while it
-// works on one, the next ones are on their way to shared memory.
+// The interaction on tensor cores, for 16-bit types: a warp has samples of its own, whose vectors
+// it copies to shared memory. What counts beside the memory that it moves is how few instructions a
+// sample takes: what is the same for all samples is computed before the first one.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
-#include "common/async_copy.cuh"
 #include "common/mma.cuh"
-#include "common/shared.cuh"
-#include "common/vec.cuh"
 #include "common/wgmma.cuh"
-#include "dlrm_layout.h"
+#include "dlrm_vectors.cuh"
 
 namespace fusedcuda {
 
-// Where the product of two vectors is in an output row, behind the dense vector:
-//   lower: (1, 0), (2, 0), (2, 1), (3, 0), ...      upper: (0, 1), (0, 2), ..., (1, 2), ...
-__device__ __forceinline__ int product_index(const DotVectors& p, int i, int j) {
-  const int high = max(i, j), low = min(i, j);
-  if (p.upper) return low * (2 * p.vectors - low - 1) / 2 + high - low - 1;
-  return high * (high - 1) / 2 + low;
-}
-
-// Copies a row between shared and global memory, with `threads` threads. `aligned`: it consists of
-// whole, aligned pieces of 16 bytes. (As uint4: four floats would be stored one by one.)
+// `bytes` from the start of the block's shared memory.
 template <typename T>
-__device__ __forceinline__ void copy_row(const T* from, T* to, int count, bool aligned, int thread,
-                                         int threads) {
-  constexpr int kVec = kVectorBytes / sizeof(T);
-  if (aligned) {
-    for (int i = thread * kVec; i < count; i += threads * kVec)
-      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
-  } else {
-    for (int i = thread; i < count; i += threads) to[i] = from[i];
-  }
+__device__ __forceinline__ T* shared_at(int bytes) {
+  return reinterpret_cast<T*>(static_cast<char*>(dynamic_shared()) + bytes);
 }
 
-// Pieces of kPiece elements of a sample's vectors, of which a lane takes every 32nd.
-template <int kPiece>
-class Pieces {
- public:
-  __device__ Pieces(int columns, int lane)
-      : in_vector_(columns / kPiece),
-        vector_(lane / in_vector_),
-        piece_(lane % in_vector_),
-        vectors_apart_(kWarpSize / in_vector_),
-        pieces_apart_(kWarpSize % in_vector_) {}
-
-  // f(vector, column)
-  template <typename F>
-  __device__ __forceinline__ void for_each(int vectors, F f) const {
-    int vector = vector_, piece = piece_;
-    while (vector < vectors) {
-      f(vector, piece * kPiece);
-      vector += vectors_apart_;
-      piece += pieces_apart_;
-      if (piece >= in_vector_) {
-        piece -= in_vector_;
-        ++vector;
-      }
-    }
-  }
-
- private:
-  int in_vector_;
-  int vector_, piece_;  // the first one
-  int vectors_apart_, pieces_apart_;
-};
-
-template <typename T>
-__device__ __forceinline__ const T* vector_of(const DotVectors& p, int64_t sample, int vector) {
-  if (vector == 0) return static_cast<const T*>(p.dense) + sample * p.dense_stride;
-  return static_cast<const T*>(p.embeddings) + sample * p.sample_stride +
-         (vector - 1) * p.vector_stride;
-}
-
-// Calls use(sample, stage) for each of the warp's samples after load(sample, stage) has fetched it;
-// kStages - 1 of them ahead.
-template <int kStages, typename T, typename Load, typename Use>
-__device__ __forceinline__ void for_own_samples(int64_t batch, T* stages, int stage_size, Load load,
-                                                Use use) {
-  const int warps = blockDim.x / kWarpSize;
-  const int64_t step = int64_t{gridDim.x} * warps;
-  int64_t sample = int64_t{blockIdx.x} * warps + threadIdx.x / kWarpSize;
-  int64_t next = sample;
-  for (int stage = 0; stage < kStages - 1; ++stage, next += step) {
-    if (next < batch) load(next, stages + stage * stage_size);
-    copy_async_commit();
-  }
-  let_next_kernel_start();
-  int stage = 0;
-  for (; sample < batch; sample += step, next += step) {
-    copy_async_wait<kStages - 2>();
-    __syncwarp();  // the other lanes' copies are there too, and nobody uses the stage before
-    const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
-    if (next < batch) load(next, stages + free_stage * stage_size);
-    copy_async_commit();
-    use(sample, stages + stage * stage_size);
-    stage = stage == kStages - 1 ? 0 : stage + 1;
-  }
-}
-
-// What follows from the lane is computed again for each sample, instead of being kept in more
-// registers than there are.
-template <int kTiles>
-__device__ __forceinline__ int lane_again(int lane) {
-#ifndef FUSEDCUDA_EMULATION
-  if constexpr (kTiles > kFewDotTiles) asm volatile("" : "+r"(lane));
-#endif
-  return lane;
-}
-
-// What both kernels do with their part of shared memory before they start: all of it is zero, so
-// that vectors and columns that do not exist, but are multiplied, add nothing.
 template <typename T>
 __device__ __forceinline__ void fill_with_zeros(T* memory, int elements, int lane) {
   constexpr int kVec = kVectorBytes / sizeof(T);
   for (int i = lane * kVec; i < elements; i += kWarpSize * kVec)
     *reinterpret_cast<uint4*>(memory + i) = uint4{};
-  __syncwarp();
 }
 
+// Copies the vectors of a warp's samples to shared memory, one sample after the other.
 template <typename T, bool kAligned>
-constexpr int kDotPiece = kAligned ? kVectorBytes / sizeof(T) : 1;
+class VectorLoader {
+ public:
+  using Pieces = fusedcuda::Pieces<kDotPiece<T, kAligned>>;
 
-template <typename T, bool kAligned>
-__device__ __forceinline__ void load_vectors(const DotVectors& p, int64_t sample,
-                                             const Pieces<kDotPiece<T, kAligned>>& pieces,
-                                             T* vectors, int pitch) {
-  pieces.for_each(p.vectors, [&](int vector, int column) {
-    const T* from = vector_of<T>(p, sample, vector) + column;
-    T* to = vectors + vector * pitch + column;
-    if constexpr (kAligned) {
-      copy_async_16(to, from);
-    } else {
-      *to = *from;
-    }
-  });
-}
+  __device__ VectorLoader(const DotVectors& p, const DotSteps& steps, const Pieces& pieces,
+                          int pitch)
+      : dense_(static_cast<const T*>(p.dense) + pieces.dense(), p.dense_stride, steps.dense),
+        others_(static_cast<const T*>(p.embeddings) + pieces.first(p.vector_stride),
+                p.sample_stride, steps.embeddings),
+        first_(pitch + static_cast<int>(pieces.first(pitch))) {}
+
+  __device__ __forceinline__ void load(const DotSteps& steps, const Pieces& pieces, T* vectors) {
+    constexpr auto copy = copy_piece_async<T, kAligned>;
+    pieces.copy_dense(dense_.next(), vectors + pieces.dense(), copy);
+    pieces.copy_others(others_.next(), steps.piece, vectors + first_, steps.piece_shared, copy);
+  }
+
+ private:
+  OwnSamples<const T> dense_, others_;  // the lane's first pieces
+  int first_;                           // of the others, in shared memory
+};
+
+// Where a lane reads its part of each tile of 16 vectors (load_matrices), from the first vector.
+// For vectors that do not exist it reads the last one: what becomes of it is not used, or is
+// multiplied by the zeros that Z has there.
+template <int kTiles>
+struct Fragments {
+  int places[kTiles];
+
+  __device__ Fragments(const DotVectors& p, int pitch, int lane) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+      places[m] = min(16 * m + lane % 16, p.vectors - 1) * pitch + lane / 16 * 8;
+  }
+};
 
 // The product of the vectors with themselves, V V^T, tile by tile of 16 x 8 and of these only those
 // that reach below the diagonal: of 16 vectors m, the columns up to 2 m + 1.
-template <typename T, int kTiles, bool kAligned>
+template <typename T, int kTiles, int kStages, bool kAligned>
 __global__ void __launch_bounds__(kDotWarps* kWarpSize,
                                   kTiles == kFewDotTiles ? kFewTilesBlocks : kManyTilesBlocks)
-    dot_interaction_kernel(const __grid_constant__ DotParams p, bool aligned_row) {
+    dot_interaction_kernel(const __grid_constant__ DotParams p,
+                           const __grid_constant__ DotSteps steps, bool aligned_row) {
   const int lane = threadIdx.x % kWarpSize;
-  const DotLayout layout(p, kTiles);
-  const int pitch = layout.pitch;
-  T* row = static_cast<T*>(dynamic_shared()) + threadIdx.x / kWarpSize * layout.forward_elements();
+  const DotLayout layout(p, kTiles, kStages);
+  const int start = threadIdx.x / kWarpSize * layout.forward_elements();
+  T* row = static_cast<T*>(dynamic_shared()) + start;
+  // Columns that do not exist, but are multiplied, add nothing; the padding is written as it is.
   fill_with_zeros(row, layout.forward_elements(), lane);
-  const Pieces<kDotPiece<T, kAligned>> pieces(p.columns, lane);
+  __syncwarp();
+  const Pieces<kDotPiece<T, kAligned>> pieces(p, lane);
+  const Fragments<kTiles> fragments(p, layout.pitch, lane);
+  // Of the 8 x 8 products at (8 high, 8 low) a lane has (i, j) and (i, j + 1). Where they are in
+  // shared memory, in bytes, is the sum of what is known of i and of j.
+  const int i = lane / 4, j = lane % 4 * 2;
+  int of_high[2 * kTiles], of_low[2 * kTiles][2];
+#pragma unroll
+  for (int k = 0; k < 2 * kTiles; ++k) {
+    of_high[k] = sizeof(T) * (start + p.columns + place_of_high(p.upper, 8 * k + i));
+    of_low[k][0] = sizeof(T) * place_of_low(p.upper, 8 * k + j, p.vectors);
+    of_low[k][1] = sizeof(T) * place_of_low(p.upper, 8 * k + j + 1, p.vectors);
+  }
 
-  auto load = [&](int64_t sample, T* vectors) {
-    load_vectors<T, kAligned>(p, sample, pieces, vectors, pitch);
-  };
-  auto use = [&](int64_t sample, const T* vectors) {
-    copy_row(vectors, row, p.columns, kAligned, lane, kWarpSize);
+  VectorLoader<T, kAligned> loader(p, steps, pieces, layout.pitch);
+  OwnSamples<T> outputs(static_cast<T*>(p.output), p.width, steps.row);
+  auto load = [&](T* vectors) { loader.load(steps, pieces, vectors); };
+  auto use = [&](const T* vectors, auto done) {
+    pieces.copy_dense(vectors + pieces.dense(), row + pieces.dense(), copy_piece<T, kAligned>);
     float sums[kTiles][2 * kTiles][4] = {};
-    // Rows of V are rows of the left factor and columns of the right one: the same registers.
-    const T* fragments = vectors + lane % 16 * pitch + lane / 16 * 8;
-#pragma unroll 4
-    for (int column = 0; column < p.columns; column += 16) {
+    int column = 0;
+#pragma unroll 2
+    do {
+      // Rows of V are rows of the left factor and columns of the right one: the same registers.
       uint32_t v[kTiles][4];
 #pragma unroll
       for (int m = 0; m < kTiles; ++m)
-        load_matrices<false>(fragments + m * 16 * pitch + column, v[m]);
+        load_matrices<false>(vectors + fragments.places[m] + column, v[m]);
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < 2 * m + 2; ++n)
           multiply_tiles<T>(sums[m][n], v[m], {v[n / 2][n % 2], v[n / 2][n % 2 + 2]});
       }
-    }
-    const int own = lane_again<kTiles>(lane);
+      column += 16;
+    } while (column < p.columns);
+    done();
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int high = 0; high < 2 * kTiles; ++high) {
+      keep(of_high[high]);  // and of_low, not all of their sums
 #pragma unroll
-      for (int n = 0; n < 2 * m + 2; ++n) {
+      for (int low = 0; low <= high; ++low) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int i = 16 * m + own / 4 + k / 2 * 8, j = 8 * n + own % 4 * 2 + k % 2;
-          if (j < i && i < p.vectors)
-            row[p.columns + product_index(p, i, j)] = from_compute<T>(sums[m][n][k]);
+        for (int k = 0; k < 2; ++k) {
+          if (8 * high + i < p.vectors && (low < high || j + k < i))
+            *shared_at<T>(of_high[high] + of_low[low][k]) =
+                from_compute<T>(sums[high / 2][low][high % 2 * 2 + k]);
         }
       }
     }
     __syncwarp();
-    T* output = static_cast<T*>(p.output) + sample * p.width;
-    copy_row(row, output, p.width, aligned_row, lane, kWarpSize);
+    copy_row(row, outputs.next(), p.width, aligned_row, lane, kWarpSize);
   };
   wait_for_previous_kernel();
-  for_own_samples<dot_stages(kTiles)>(p.batch, row + layout.row, layout.vectors, load, use);
+  for_own_samples<kStages>(steps, row + layout.row, layout.vectors, load, use);
 }
 
 // With the gradients dz of the products as a symmetric matrix Z, zero on its diagonal, those of the
 // vectors are Z V; that of the dense vector also has what comes in for it directly. They take the
 // place of the vectors, 16 columns at a time.
-template <typename T, int kTiles, bool kAligned>
+//
+// In shared memory is what Z has below its diagonal, L; where L is not zero, its transpose is, so
+// that Z is L | L^T. `places` says where in L each element of the incoming row belongs, in bytes.
+template <typename T, int kTiles, int kStages, bool kAligned>
 __global__ void __launch_bounds__(kDotWarps* kWarpSize,
                                   kTiles == kFewDotTiles ? kFewTilesBlocks : kManyTilesBlocks)
-    dot_interaction_bwd_kernel(const __grid_constant__ DotBwdParams p, bool aligned_row) {
+    dot_interaction_bwd_kernel(const __grid_constant__ DotBwdParams p,
+                               const __grid_constant__ DotSteps steps, bool aligned_row) {
+  constexpr int kSide = DotLayout::side(kTiles);
   const int lane = threadIdx.x % kWarpSize;
-  const DotLayout layout(p, kTiles);
+  const DotLayout layout(p, kTiles, kStages);
   const int pitch = layout.pitch;
-  T* stages =
-      static_cast<T*>(dynamic_shared()) + threadIdx.x / kWarpSize * layout.backward_elements();
-  fill_with_zeros(stages, layout.backward_elements(), lane);
-  const Pieces<kDotPiece<T, kAligned>> pieces(p.columns, lane);
-  const int given = dot_row_elements(p.vectors, p.columns);
+  uint16_t* places = static_cast<uint16_t*>(dynamic_shared());
+  const int start = layout.places + threadIdx.x / kWarpSize * layout.backward_elements();
+  T* triangle = static_cast<T*>(dynamic_shared()) + start;
+  for (int k = threadIdx.x; k < p.vectors * p.vectors; k += blockDim.x) {
+    const int i = k / p.vectors, j = k % p.vectors;
+    if (j < i) places[product_index(p, i, j)] = sizeof(T) * (i * kSide + j);
+  }
+  fill_with_zeros(triangle, layout.triangle, lane);
+  __syncthreads();
+  const Pieces<kDotPiece<T, kAligned>> pieces(p, lane);
+  const Fragments<kTiles> fragments(p, pitch, lane);
+  const int products = dot_products(p.vectors);
 
-  auto load = [&](int64_t sample, T* vectors) {
-    load_vectors<T, kAligned>(p, sample, pieces, vectors, pitch);
-    const T* from = static_cast<const T*>(p.grad) + sample * p.grad_stride;
+  VectorLoader<T, kAligned> loader(p, steps, pieces, pitch);
+  OwnSamples<const T> grads(static_cast<const T*>(p.grad), p.grad_stride, steps.row);
+  auto load = [&](T* vectors) {
+    loader.load(steps, pieces, vectors);
+    const T* from = grads.next();
     T* to = vectors + layout.vectors;
+    const int given = p.columns + products;
     if (aligned_row) {
-#pragma unroll 2
+#pragma unroll 1
       for (int i = lane * 8; i < given; i += kWarpSize * 8) copy_async_16(to + i, from + i);
     } else {
       copy_row(from, to, given, false, lane, kWarpSize);
     }
   };
-  auto use = [&](int64_t sample, T* vectors) {
+
+  OwnSamples<T> dense_grads(static_cast<T*>(p.dense_grad) + pieces.dense(), p.columns,
+                            steps.dense_grad);
+  OwnSamples<T> other_grads(static_cast<T*>(p.embeddings_grad) + pieces.first(p.columns),
+                            int64_t{p.vectors - 1} * p.columns, steps.embeddings_grad);
+  const int first = pitch + static_cast<int>(pieces.first(pitch));
+  auto use = [&](T* vectors, auto done) {
     const T* grad = vectors + layout.vectors;
-    const int own = lane_again<kTiles>(lane);
-    auto z = [&](int i, int j) -> uint32_t {
-      uint16_t bits = 0;
-      if (i != j && max(i, j) < p.vectors)
-        memcpy(&bits, &grad[p.columns + product_index(p, i, j)], sizeof(bits));
-      return bits;
-    };
-    uint32_t a[kTiles][kTiles][4];
+#pragma unroll 4
+    for (int k = lane; k < products; k += kWarpSize)
+      *shared_at<T>(sizeof(T) * start + places[k]) = grad[p.columns + k];
+    __syncwarp();
+    uint32_t z[kTiles][kTiles][4];
+    const T* lower = triangle + lane % 16 * kSide + lane / 16 * 8;
+    const T* upper = triangle + (lane / 16 * 8 + lane % 8) * kSide + lane / 8 % 2 * 8;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int k = 0; k < kTiles; ++k) {
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          const int i = 16 * m + own / 4 + word % 2 * 8, j = 16 * k + own % 4 * 2 + word / 2 * 8;
-          a[m][k][word] = z(i, j) | z(i, j + 1) << 16;
-        }
+        if (k <= m) load_matrices<false>(lower + 16 * m * kSide + 16 * k, z[m][k]);
+        if (k > m) load_matrices<true>(upper + 16 * k * kSide + 16 * m, z[m][k]);
       }
+      uint32_t transposed[4];
+      load_matrices<true>(upper + 16 * m * kSide + 16 * m, transposed);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) z[m][m][word] |= transposed[word];
     }
-    T* fragments = vectors + lane % 16 * pitch + lane / 16 * 8;
+    // What comes in directly is for the first row, which lanes 0 to 3 have; to the other lanes'
+    // rows zeros are added, which the first row of L consists of.
+    const T* direct = lane < 4 ? grad + 2 * lane : triangle;
+    const int direct_step = lane < 4 ? 16 : 0;
     T* results = vectors + lane / 4 * pitch + lane % 4 * 2;
-    for (int column = 0; column < p.columns; column += 16) {
+#pragma unroll 2
+    for (int column = 0; column < p.columns; column += 16, direct += direct_step) {
       uint32_t v[kTiles][4];
 #pragma unroll
       for (int k = 0; k < kTiles; ++k)
-        load_matrices<true>(fragments + k * 16 * pitch + column, v[k]);
+        load_matrices<true>(vectors + fragments.places[k] + column, v[k]);
       __syncwarp();  // all lanes have theirs of these columns
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float sums[4] = {};
-          if (m == 0 && lane < 4) {  // of the dense vector
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-              const int at = column + 8 * half + 2 * lane + k;
-              if (at < p.columns) sums[k] = to_compute(grad[at]);
-            }
+          if (m == 0) {
+            const auto pair = load_vector<T, 2>(direct + 8 * half);
+            sums[0] = to_compute(pair.values[0]);
+            sums[1] = to_compute(pair.values[1]);
           }
 #pragma unroll
           for (int k = 0; k < kTiles; ++k)
-            multiply_tiles<T>(sums, a[m][k], {v[k][2 * half], v[k][2 * half + 1]});
+            multiply_tiles<T>(sums, z[m][k], {v[k][2 * half], v[k][2 * half + 1]});
 #pragma unroll
-          for (int lower = 0; lower < 2; ++lower) {
-            const int i = 16 * m + lane / 4 + 8 * lower;
-            const uint32_t pair = pack_pair<T>(sums[2 * lower], sums[2 * lower + 1]);
-            // Vectors that do not exist stay zero.
-            if (i < p.vectors)
-              memcpy(results + (16 * m + 8 * lower) * pitch + column + 8 * half, &pair,
-                     sizeof(pair));
+          for (int below = 0; below < 2; ++below) {
+            const int row = 16 * m + 8 * below;
+            if (row + lane / 4 < p.vectors)
+              *reinterpret_cast<uint32_t*>(results + row * pitch + column + 8 * half) =
+                  pack_pair<T>(sums[2 * below], sums[2 * below + 1]);
           }
         }
       }
     }
     __syncwarp();
-    T* dense = static_cast<T*>(p.dense_grad) + sample * p.columns;
-    T* embeddings = static_cast<T*>(p.embeddings_grad) + sample * (p.vectors - 1) * p.columns;
-    pieces.for_each(p.vectors, [&](int vector, int column) {
-      constexpr int kPiece = kDotPiece<T, kAligned>;
-      T* to = vector == 0 ? dense : embeddings + (vector - 1) * p.columns;
-      store_vector<T, kPiece>(to + column,
-                              load_vector<T, kPiece>(vectors + vector * pitch + column));
-    });
+    constexpr auto copy = copy_piece<T, kAligned>;
+    pieces.copy_dense(vectors + pieces.dense(), dense_grads.next(), copy);
+    pieces.copy_others(vectors + first, steps.piece_shared, other_grads.next(), steps.piece_grad,
+                       copy);
+    done();
   };
   wait_for_previous_kernel();
-  for_own_samples<dot_stages(kTiles)>(p.batch, stages, layout.vectors + layout.row, load, use);
+  for_own_samples<kStages>(steps, triangle + layout.triangle, layout.vectors + layout.row, load,
+                           use);
 }
 
 }  // namespace fusedcuda

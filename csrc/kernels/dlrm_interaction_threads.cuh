@@ -7,8 +7,7 @@
 
 #include "common/shared.cuh"
 #include "common/vec.cuh"
-#include "dlrm_interaction.cuh"
-#include "dlrm_layout.h"
+#include "dlrm_vectors.cuh"
 
 namespace fusedcuda {
 

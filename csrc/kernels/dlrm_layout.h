@@ -16,43 +16,92 @@ FUSEDCUDA_BOTH constexpr int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
+// Products of the pairs of a sample's vectors.
+FUSEDCUDA_BOTH constexpr int dot_products(int vectors) { return vectors * (vectors - 1) / 2; }
+
 // Elements of an output row in front of its padding: the dense vector and the products.
 FUSEDCUDA_BOTH constexpr int dot_row_elements(int vectors, int columns) {
-  return columns + vectors * (vectors - 1) / 2;
+  return columns + dot_products(vectors);
 }
 
 // --- Interaction on tensor cores
 
 constexpr int kDotWarps = 4;  // the most in a block; each has samples of its own
-// Tiles of 16 vectors that the kernels are made for, and blocks of kDotWarps warps that share an
-// SM, as far as registers go: 96 a thread with few tiles, 142 with many.
+// Tiles of 16 vectors that the kernels are made for.
 constexpr int kFewDotTiles = 2;
 constexpr int kManyDotTiles = 4;
-constexpr int kFewTilesBlocks = 5;
+// Blocks of kDotWarps warps that share an SM, as far as registers go: 80 a thread with few tiles,
+// 168 with many.
+constexpr int kFewTilesBlocks = 6;
 constexpr int kManyTilesBlocks = 3;
+// Samples of a warp that are in shared memory: one that is worked on, the others on their way.
+constexpr int kMostDotStages = 2;
 
-// Samples of a warp in shared memory: one that is worked on, the others on their way.
-FUSEDCUDA_BOTH constexpr int dot_stages(int tiles) { return tiles == kFewDotTiles ? 3 : 2; }
+// From vector to vector in shared memory: an odd number of 16-byte pieces, so that the same piece
+// of eight neighbours lies in all 32 banks.
+FUSEDCUDA_BOTH constexpr int dot_pitch(int columns) { return round_up(columns, 16) + 8; }
 
-// In elements of 2 bytes, of one warp.
+// In elements of 2 bytes.
 struct DotLayout {
-  int stages;
-  // From vector to vector: an odd number of 16-byte pieces, so that the same piece of eight
-  // neighbours lies in all 32 banks.
   int pitch;
-  int vectors;  // of a sample
-  int row;      // of the output, or of the incoming gradient
+  int vectors;   // of a sample
+  int row;       // of the output, or of the incoming gradient
+  int stages;    // of a warp
+  int triangle;  // of a warp, backward: a square with the products' gradients below its diagonal
+  int places;    // of a block, backward: where in the square each of them is
 
-  FUSEDCUDA_BOTH DotLayout(const DotVectors& p, int tiles)
-      : stages(dot_stages(tiles)),
-        pitch(round_up(p.columns, 16) + 8),
-        vectors(16 * tiles * pitch),
-        row(round_up(p.width, 8)) {}
+  // All columns that are multiplied can be read from a row, too.
+  FUSEDCUDA_BOTH DotLayout(const DotVectors& p, int tiles, int stages)
+      : pitch(dot_pitch(p.columns)),
+        vectors(p.vectors * pitch),
+        row(round_up(p.width > pitch ? p.width : pitch, 8)),
+        stages(stages),
+        triangle(16 * tiles * side(tiles)),
+        places(round_up(dot_products(p.vectors), 8)) {}
 
-  // A row that is being written, and the stages.
+  // From row to row of the square; odd like the pitch.
+  FUSEDCUDA_BOTH static constexpr int side(int tiles) { return 16 * tiles + 8; }
+
+  // Of a warp: a row that is being written, and the stages.
   FUSEDCUDA_BOTH int forward_elements() const { return row + stages * vectors; }
   // In the backward each stage has a row.
-  FUSEDCUDA_BOTH int backward_elements() const { return stages * (vectors + row); }
+  FUSEDCUDA_BOTH int backward_elements() const { return triangle + stages * (vectors + row); }
+
+  size_t block_bytes(bool is_backward, int64_t warps) const {
+    return 2 * (is_backward ? places + warps * backward_elements() : warps * forward_elements());
+  }
+};
+
+// Lanes of a warp that share a vector, a piece of so many elements each.
+FUSEDCUDA_BOTH constexpr int dot_lanes_of_vector(int columns, int piece) {
+  return columns / piece < kWarpSize ? columns / piece : kWarpSize;
+}
+
+// What addresses advance by in the kernels. They take it as a parameter: an instruction can add a
+// parameter without a register for it.
+struct DotSteps {
+  // Samples that every warp has, and those left over, one each for the first warps.
+  int rounds, rest;
+  // From one of a warp's samples to its next one, in bytes of each tensor; `row` is that of the
+  // output, or of the incoming gradient.
+  int64_t dense, embeddings, row, dense_grad, embeddings_grad;
+  // From one of a lane's pieces of the embeddings to the next one, in bytes.
+  int64_t piece, piece_grad, piece_shared;
+
+  DotSteps(const DotVectors& p, int64_t row_stride, int elements_of_piece, int64_t warps) {
+    constexpr int64_t kBytes = 2;
+    rounds = static_cast<int>(p.batch / warps);
+    rest = static_cast<int>(p.batch % warps);
+    dense = kBytes * warps * p.dense_stride;
+    embeddings = kBytes * warps * p.sample_stride;
+    row = kBytes * warps * row_stride;
+    dense_grad = kBytes * warps * p.columns;
+    embeddings_grad = kBytes * warps * (p.vectors - 1) * p.columns;
+    const int vectors = kWarpSize / dot_lanes_of_vector(p.columns, elements_of_piece);
+    piece = kBytes * vectors * p.vector_stride;
+    piece_grad = kBytes * vectors * p.columns;
+    piece_shared = kBytes * vectors * dot_pitch(p.columns);
+  }
 };
 
 // --- Interaction by threads

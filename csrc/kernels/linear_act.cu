@@ -15,11 +15,14 @@
 // along m, and its parts are added up in a fixed order.
 //
 // And elementwise kernels for the products that cuBLASLt makes: y = act(z), dz = dy act'(z).
-#include "common/hopper_gemm.cuh"
+#include "common/gemm_launch.cuh"
 #include "common/row_launch.cuh"
+#include "common/run_gemm.cuh"
 #include "common/sum_splits.cuh"
 #include "linear_act.h"
+#include "linear_act_bwd_epilogue.cuh"
 #include "linear_act_config.h"
+#include "linear_act_dot.cuh"
 #include "linear_act_epilogue.cuh"
 #include "linear_act_rows.cuh"
 
@@ -28,13 +31,6 @@ namespace fusedcuda {
 // --------------------------------------------------------------------------------------------------
 // Kernels
 // --------------------------------------------------------------------------------------------------
-
-template <typename EpilogueParams>
-struct GemmKernelParams {
-  GemmFactors factors;
-  GemmTiles tiles;
-  EpilogueParams epilogue;
-};
 
 template <typename Gemm>
 __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_kernel_sm90(
@@ -73,62 +69,31 @@ __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_dweight_kernel_sm9
 
 namespace linear_act {
 
-inline BoxedMatrix boxed(const void* data, int64_t rows, int64_t columns, int64_t stride,
-                         int box_rows) {
-  BoxedMatrix matrix;
-  matrix.data = const_cast<void*>(data);
-  matrix.rows = rows;
-  matrix.columns = columns;
-  matrix.stride = stride;
-  matrix.box_rows = box_rows;
-  return matrix;
-}
-
 inline BoxedMatrix boxed_mask(const void* data, int64_t rows, int64_t columns, int box_rows) {
   BoxedMatrix matrix =
-      boxed(data, rows, mask_row_bytes(columns), mask_row_bytes(columns), box_rows);
+      gemm::boxed(data, rows, mask_row_bytes(columns), mask_row_bytes(columns), box_rows);
   matrix.element_bytes = 1;
   return matrix;
 }
 
-// Describes the factors of a product m x n x k of `Gemm`. What lies in memory row by row with k
-// outermost is a matrix of k rows.
 template <typename Gemm>
 cudaError_t describe_factors(const GemmFactor& a, const GemmFactor& b, int64_t m, int64_t n,
                              int64_t k, TensorMap* map_a, TensorMap* map_b) {
-  constexpr int kCluster = Gemm::kClusterBlocks;
-  const BoxedMatrix boxed_a = a.k_is_inner ? boxed(a.data, m, k, a.stride, Gemm::kTileRows)
-                                           : boxed(a.data, k, m, a.stride, kGemmK);
-  const BoxedMatrix boxed_b = b.k_is_inner
-                                  ? boxed(b.data, n, k, b.stride, Gemm::kTileColumns / kCluster)
-                                  : boxed(b.data, k, n, b.stride, kGemmK / kCluster);
-  const cudaError_t status = make_tensor_map(boxed_a, map_a);
-  return status == cudaSuccess ? make_tensor_map(boxed_b, map_b) : status;
+  const cudaError_t status = gemm::describe_a<Gemm>(a, m, k, map_a);
+  return status == cudaSuccess ? gemm::describe_b<Gemm>(b, n, k, map_b) : status;
 }
 
 template <typename Gemm, typename EpilogueParams>
 cudaError_t describe(const GemmFactor& a, const GemmFactor& b, int64_t m, int64_t n, int64_t k,
-                     const LinearActConfig& config, GemmKernelParams<EpilogueParams>* params) {
-  params->tiles = GemmTiles::make(ceil_div(m, Gemm::kTileRows * Gemm::kClusterBlocks),
-                                  ceil_div(n, Gemm::kTileColumns), ceil_div(k, kGemmK),
-                                  config.splits, config.group);
+                     const GemmConfig& config, GemmKernelParams<EpilogueParams>* params) {
+  params->tiles = gemm::make_tiles<Gemm>(m, n, k, config);
   return describe_factors<Gemm>(a, b, m, n, k, &params->factors.a, &params->factors.b);
-}
-
-template <typename Gemm, typename Kernel, typename Params>
-cudaError_t start(Kernel kernel, const LinearActConfig& config, cudaStream_t stream,
-                  const Params& params) {
-  LaunchOptions options;
-  options.dependent = true;
-  options.cluster = Gemm::kClusterBlocks;
-  options.shared_bytes = GemmShared<Gemm>::kBytes;
-  return launch(kernel, dim3(config.blocks), dim3(kGemmThreads), options, stream, params);
 }
 
 // --- Forward
 
 template <typename Gemm>
-cudaError_t run(const LinearActParams& p, const LinearActConfig& config, cudaStream_t stream) {
+cudaError_t run(const LinearActParams& p, const GemmConfig& config, cudaStream_t stream) {
   GemmKernelParams<LinearActEpilogueParams> params;
   LinearActEpilogueParams& epilogue = params.epilogue;
   cudaError_t status = describe<Gemm>(p.a, p.b, p.m, p.n, p.k, config, &params);
@@ -137,10 +102,10 @@ cudaError_t run(const LinearActParams& p, const LinearActConfig& config, cudaStr
     status = describe_factors<Gemm>(p.extra_a, p.extra_b, p.m, p.n, p.extra_k,
                                     &params.factors.extra_a, &params.factors.extra_b);
   }
-  const BoxedMatrix output = boxed(p.output.data, p.m, p.n, p.output.stride, kChunk);
-  if (status == cudaSuccess) status = make_tensor_map(output, &epilogue.output);
+  if (status == cudaSuccess)
+    status = gemm::describe_stored(p.output.data, p.m, p.n, p.output.stride, &epilogue.output);
   if (status == cudaSuccess && p.saves == SavedForBackward::kDerivative)
-    status = make_tensor_map(boxed(p.saved, p.m, p.n, p.n, kChunk), &epilogue.saved);
+    status = gemm::describe_stored(p.saved, p.m, p.n, p.n, &epilogue.saved);
   if (status != cudaSuccess) return status;
   epilogue.saves = p.saves;
   epilogue.mask = static_cast<uint8_t*>(p.saved);
@@ -149,7 +114,7 @@ cudaError_t run(const LinearActParams& p, const LinearActConfig& config, cudaStr
   epilogue.activation = p.activation;
   epilogue.m = static_cast<int>(p.m);
   epilogue.n = static_cast<int>(p.n);
-  return start<Gemm>(linear_act_kernel_sm90<Gemm>, config, stream, params);
+  return gemm::start<Gemm>(linear_act_kernel_sm90<Gemm>, config, stream, params);
 }
 
 // Two computing warpgroups in turns: what an epilogue costs is hidden by the other's products. (256
@@ -160,16 +125,13 @@ using ForwardGemm =
     HopperGemm<T, kTileRows, kTileColumns, true, 2, 5, true, kBKInner, GemmScale::kNone, 4>;
 
 template <typename T>
-cudaError_t run_layout(const LinearActParams& params, const LinearActConfig& config,
+cudaError_t run_layout(const LinearActParams& params, const GemmConfig& config,
                        cudaStream_t stream) {
   return params.b.k_is_inner ? run<ForwardGemm<T, true>>(params, config, stream)
                              : run<ForwardGemm<T, false>>(params, config, stream);
 }
 
-// Compiled for anything but Hopper's own instructions the kernels are empty: by its registers one
-// of them says whether it was.
 constexpr auto kAnyKernel = linear_act_kernel_sm90<ForwardGemm<__nv_bfloat16, true>>;
-constexpr int kRegistersOfNoCode = 64;
 
 // --- Gradient
 
@@ -186,28 +148,27 @@ cudaError_t describe_scale(const LinearActBwdParams& p, bool k_is_inner, TensorM
   const int box_rows = k_is_inner ? Gemm::kTileRows : kGemmK;
   return make_tensor_map(p.saves == SavedForBackward::kMask
                              ? boxed_mask(p.saved, p.m, p.n, box_rows)
-                             : boxed(p.saved, p.m, p.n, p.n, box_rows),
+                             : gemm::boxed(p.saved, p.m, p.n, p.n, box_rows),
                          map);
 }
 
 template <typename Gemm>
-cudaError_t run_dx(const LinearActBwdParams& p, const LinearActConfig& config,
-                   cudaStream_t stream) {
+cudaError_t run_dx(const LinearActBwdParams& p, const GemmConfig& config, cudaStream_t stream) {
   GemmKernelParams<PlainEpilogueParams> params;
   const GemmFactor dy = {p.dy.data, p.dy.stride, true};
   const GemmFactor weight = {p.weight.data, p.weight.stride, false};
   cudaError_t status = describe<Gemm>(dy, weight, p.m, p.k, p.n, config, &params);
   if (status == cudaSuccess) status = describe_scale<Gemm>(p, true, &params.factors.scale);
-  const BoxedMatrix dx = boxed(p.dx.data, p.m, p.k, p.dx.stride, kChunk);
-  if (status == cudaSuccess) status = make_tensor_map(dx, &params.epilogue.output);
+  if (status == cudaSuccess)
+    status = gemm::describe_stored(p.dx.data, p.m, p.k, p.dx.stride, &params.epilogue.output);
   if (status != cudaSuccess) return status;
   params.epilogue.m = static_cast<int>(p.m);
   params.epilogue.n = static_cast<int>(p.k);
-  return start<Gemm>(linear_act_dx_kernel_sm90<Gemm>, config, stream, params);
+  return gemm::start<Gemm>(linear_act_dx_kernel_sm90<Gemm>, config, stream, params);
 }
 
 template <typename Gemm>
-cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& config, void* workspace,
+cudaError_t run_dweight(const LinearActBwdParams& p, const GemmConfig& config, void* workspace,
                         cudaStream_t stream) {
   GemmKernelParams<PartialsEpilogueParams> params;
   const GemmFactor dy = {p.dy.data, p.dy.stride, false};
@@ -222,7 +183,7 @@ cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& conf
   if (config.splits == 1) {
     epilogue.output = p.dweight;
     epilogue.row_sums_output = p.dbias;
-    return start<Gemm>(kernel, config, stream, params);
+    return gemm::start<Gemm>(kernel, config, stream, params);
   }
   SplitSum dweight = {nullptr, split_stride(p.n * p.k), p.n * p.k, p.dweight};
   SplitSum dbias = {nullptr, split_stride(p.n), p.n, p.dbias};
@@ -234,14 +195,14 @@ cudaError_t run_dweight(const LinearActBwdParams& p, const LinearActConfig& conf
   }
   dweight.parts = epilogue.values;
   dbias.parts = epilogue.row_sums;
-  status = start<Gemm>(kernel, config, stream, params);
+  status = gemm::start<Gemm>(kernel, config, stream, params);
   if (status != cudaSuccess) return status;
   return launch_sum_splits<typename Gemm::Element>(dweight, dbias, config.splits, true, stream);
 }
 
 // f(a type that holds the columns of the tile)
 template <typename F>
-cudaError_t with_columns(const LinearActConfig& config, F f) {
+cudaError_t with_columns(const GemmConfig& config, F f) {
   switch (config.tile_columns) {
     case 64:
       return f(std::integral_constant<int, 64>());
@@ -278,21 +239,11 @@ cudaError_t run_bwd_type(const LinearActBwdParams& params, const LinearActBwdCon
 }  // namespace linear_act
 
 cudaError_t linear_act_device_traits(DeviceTraits* traits) {
-  cudaError_t status = describe_device(act_rows_kernel<float, 4>, traits);
-  if (status != cudaSuccess) return status;
-  const auto kernel = linear_act::kAnyKernel;
-  cudaFuncAttributes attributes;
-  traits->wgmma = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
-                  attributes.numRegs > linear_act::kRegistersOfNoCode;
-  cudaGetLastError();  // a GPU that there is no code for is no error
-  if (!traits->wgmma) return cudaSuccess;
-  for (int log2 = 1; log2 < 3 && status == cudaSuccess; ++log2)
-    status =
-        resident_clusters(kernel, kGemmThreads, 1 << log2, &traits->resident_clusters[0][log2]);
-  return status;
+  const cudaError_t status = describe_device(act_rows_kernel<float, 4>, traits);
+  return status == cudaSuccess ? gemm::describe_products(linear_act::kAnyKernel, traits) : status;
 }
 
-cudaError_t launch_linear_act(const LinearActParams& params, const LinearActConfig& config,
+cudaError_t launch_linear_act(const LinearActParams& params, const GemmConfig& config,
                               cudaStream_t stream) {
   return params.dtype == DType::kFloat16
              ? linear_act::run_layout<__half>(params, config, stream)
@@ -353,6 +304,26 @@ cudaError_t launch_pad_rows(const PadRowsParams& params, cudaStream_t stream) {
   const int64_t blocks = std::min(ceil_div(params.rows, kRowsOfBlock), kMostBlocks);
   return launch(pad_rows_kernel<uint16_t>, dim3(static_cast<unsigned>(blocks)),
                 dim3(kActRowsThreads), params.dependent, stream, params);
+}
+
+cudaError_t launch_dot_rows(const DotRowsParams& p, cudaStream_t stream) {
+  if (p.batch == 0 || p.m == 0) return cudaSuccess;
+  constexpr int kVec = kVectorBytes / 2;
+  auto in_vectors = [](const void* data, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 && stride % kVec == 0;
+  };
+  const bool vectors = p.k % kVec == 0 && p.x.k_is_inner && p.weight_step == 1 &&
+                       in_vectors(p.x.data, p.x.stride | p.x_batch) &&
+                       in_vectors(p.weight, p.weight_batch);
+  constexpr int64_t kRowsOfBlock = 4 * kDotRowsThreads / kWarpSize, kMostBlocks = 1 << 14;
+  const dim3 grid(static_cast<unsigned>(std::min(ceil_div(p.m, kRowsOfBlock), kMostBlocks)),
+                  static_cast<unsigned>(p.batch));
+  auto start = [&](auto kernel) {
+    return launch(kernel, grid, dim3(kDotRowsThreads), p.dependent, stream, p);
+  };
+  if (p.dtype == DType::kFloat16)
+    return start(vectors ? dot_rows_kernel<__half, kVec> : dot_rows_kernel<__half, 1>);
+  return start(vectors ? dot_rows_kernel<__nv_bfloat16, kVec> : dot_rows_kernel<__nv_bfloat16, 1>);
 }
 
 }  // namespace fusedcuda

@@ -8,23 +8,10 @@
 
 #include "common/activation.h"
 #include "common/dtype.h"
+#include "common/gemm_config.h"
 #include "common/launch.h"
 
 namespace fusedcuda {
-
-// A matrix of 2-byte or larger elements whose rows are `stride` elements apart.
-struct GemmMatrix {
-  void* data = nullptr;
-  int64_t stride = 0;
-};
-
-// One factor of a matrix product, as the tensor cores see it: `rows` x k elements, stored either
-// row by row (k_is_inner) or k by k.
-struct GemmFactor {
-  const void* data = nullptr;
-  int64_t stride = 0;  // elements between rows, or between values of k
-  bool k_is_inner = true;
-};
 
 // What is kept for the gradient of act at z = x @ weight.T + bias.
 //   kMask: bit n % 8 of byte [m][n / 8] says that z > 0, or NaN (relu only); a row has
@@ -91,22 +78,37 @@ struct PadRowsParams {
   bool dependent = false;
 };
 
+// output[m] = sum_k x[m, k] weight[k] + bias + residual[m], one rounding at the end, `batch` times;
+// 2-byte elements. The layer of one output: cuBLASLt's product rounds before it adds.
+struct DotRowsParams {
+  DType dtype = DType::kBFloat16;
+  int64_t batch = 1, m = 0, k = 0;
+  GemmFactor x;
+  const void* weight = nullptr;
+  int64_t weight_step = 1;     // elements from one k to the next
+  const void* bias = nullptr;  // one element, or null
+  GemmMatrix residual;         // null unless there is one
+  GemmMatrix output;
+  int64_t x_batch = 0, weight_batch = 0, bias_batch = 0, residual_batch = 0, output_batch = 0;
+  bool dependent = false;
+};
+
 // The next length whose rows start at multiples of 16 bytes.
 inline int64_t padded_columns(int64_t columns) { return (columns + 7) / 8 * 8; }
 
-struct LinearActConfig;     // linear_act_config.h
-struct LinearActBwdConfig;  // likewise
+struct LinearActBwdConfig;  // linear_act_config.h
 
 // What the choosers need to know about the current device.
 cudaError_t linear_act_device_traits(DeviceTraits* traits);
 
 // Enqueue on `stream`. The first two: of what hopper_can_run() accepts.
-cudaError_t launch_linear_act(const LinearActParams& params, const LinearActConfig& config,
+cudaError_t launch_linear_act(const LinearActParams& params, const GemmConfig& config,
                               cudaStream_t stream);
 cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
                                   const LinearActBwdConfig& config, void* workspace,
                                   cudaStream_t stream);
 cudaError_t launch_act_rows(const ActRowsParams& params, cudaStream_t stream);
 cudaError_t launch_pad_rows(const PadRowsParams& params, cudaStream_t stream);
+cudaError_t launch_dot_rows(const DotRowsParams& params, cudaStream_t stream);
 
 }  // namespace fusedcuda

@@ -3,25 +3,15 @@
 
 #include <algorithm>
 
-#include "common/hopper_gemm.h"
+#include "common/gemm_config.h"
 #include "linear_act.h"
 
 namespace fusedcuda {
 
-// Blocks that take tiles of the result; see hopper_gemm.cuh.
-struct LinearActConfig {
-  int tile_rows = 128;
-  int tile_columns = 128;
-  int cluster = 2;  // blocks along the rows
-  int group = 8;    // rows of clusters of tiles
-  int splits = 1;   // of k
-  int blocks = 0;
-};
-
 // The gradient is two products, of which the second one is split.
 struct LinearActBwdConfig {
-  LinearActConfig dx;
-  LinearActConfig dweight;
+  GemmConfig dx;
+  GemmConfig dweight;
   int64_t workspace_bytes = 0;
 };
 
@@ -33,76 +23,44 @@ constexpr int kTileRows = 128, kTileColumns = 128;
 constexpr int kBwdTileRows = 128, kNarrowTileColumns = 64;
 constexpr int kBwdTileColumns[] = {256, 192};
 
-// The copy engine wants 16-byte aligned rows.
-inline bool can_be_boxed(const void* data, int64_t stride, DType dtype) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * size_of(dtype) % 16 == 0;
-}
-
-inline bool can_run(DType dtype, int64_t m, int64_t n, int64_t k, const DeviceTraits& device) {
-  constexpr int64_t kMost = int64_t{1} << 30;
-  const bool two_bytes = dtype == DType::kBFloat16 || dtype == DType::kFloat16;
-  return device.wgmma && two_bytes && m > 0 && n > 0 && k > 0 && m < kMost && n < kMost &&
-         k < kMost;
-}
-
-inline int64_t count_tiles(int64_t rows, int64_t columns, const LinearActConfig& config) {
-  return ceil_div(rows, int64_t{config.tile_rows} * config.cluster) *
-         ceil_div(columns, config.tile_columns) * config.splits;
-}
-
-// Clusters that run at the same time.
-inline int64_t resident_clusters(const DeviceTraits& device, const LinearActConfig& config) {
-  const int log2 = config.cluster == 1 ? 0 : config.cluster == 2 ? 1 : 2;
-  return std::min<int64_t>(device.num_sms / config.cluster, device.resident_clusters[0][log2]);
-}
-
-// As many blocks as there are clusters of tiles, and no more than run at the same time.
-inline void set_blocks(int64_t rows, int64_t columns, const DeviceTraits& device,
-                       LinearActConfig* config) {
-  const int64_t clusters =
-      std::min(count_tiles(rows, columns, *config), resident_clusters(device, *config));
-  config->blocks = static_cast<int>(clusters) * config->cluster;
-}
-
 }  // namespace linear_act
 
 inline bool hopper_can_run(const LinearActParams& p, const DeviceTraits& device) {
-  using linear_act::can_be_boxed;
   const bool saved_fits =
       p.saves == SavedForBackward::kNone ||
       (p.saves == SavedForBackward::kMask && p.activation == Activation::kRelu) ||
       (p.saves == SavedForBackward::kDerivative && p.activation != Activation::kRelu &&
-       can_be_boxed(p.saved, p.n, p.dtype));
+       gemm::can_be_boxed(p.saved, p.n, p.dtype));
   const bool extra_fits =
       p.extra_k == 0 || (p.extra_a.k_is_inner && p.extra_b.k_is_inner == p.b.k_is_inner &&
-                         can_be_boxed(p.extra_a.data, p.extra_a.stride, p.dtype) &&
-                         can_be_boxed(p.extra_b.data, p.extra_b.stride, p.dtype));
-  return linear_act::can_run(p.dtype, p.m, p.n, p.k, device) && p.a.k_is_inner && extra_fits &&
-         can_be_boxed(p.a.data, p.a.stride, p.dtype) &&
-         can_be_boxed(p.b.data, p.b.stride, p.dtype) &&
-         can_be_boxed(p.output.data, p.output.stride, p.dtype) && saved_fits;
+                         gemm::can_be_boxed(p.extra_a.data, p.extra_a.stride, p.dtype) &&
+                         gemm::can_be_boxed(p.extra_b.data, p.extra_b.stride, p.dtype));
+  return gemm::can_run(p.dtype, p.m, p.n, p.k, device) && p.a.k_is_inner && extra_fits &&
+         gemm::can_be_boxed(p.a.data, p.a.stride, p.dtype) &&
+         gemm::can_be_boxed(p.b.data, p.b.stride, p.dtype) &&
+         gemm::can_be_boxed(p.output.data, p.output.stride, p.dtype) && saved_fits;
 }
 
-inline LinearActConfig choose_linear_act_config(const LinearActParams& params,
-                                                const DeviceTraits& device) {
-  LinearActConfig config;
+inline GemmConfig choose_linear_act_config(const LinearActParams& params,
+                                           const DeviceTraits& device) {
+  GemmConfig config;
   config.tile_rows = linear_act::kTileRows;
   config.tile_columns = linear_act::kTileColumns;
-  linear_act::set_blocks(params.m, params.n, device, &config);
+  gemm::set_blocks(params.m, params.n, device, &config);
   return config;
 }
 
 inline bool hopper_can_run(const LinearActBwdParams& p, const DeviceTraits& device) {
-  using linear_act::can_be_boxed;
   const bool saved_fits =
       p.saves == SavedForBackward::kMask ||
-      (p.saves == SavedForBackward::kDerivative && can_be_boxed(p.saved, p.n, p.dtype));
+      (p.saves == SavedForBackward::kDerivative && gemm::can_be_boxed(p.saved, p.n, p.dtype));
   const bool dx_fits =
-      p.dx.data == nullptr || (can_be_boxed(p.weight.data, p.weight.stride, p.dtype) &&
-                               can_be_boxed(p.dx.data, p.dx.stride, p.dtype));
-  const bool dweight_fits = p.dweight == nullptr || can_be_boxed(p.x.data, p.x.stride, p.dtype);
-  return linear_act::can_run(p.dtype, p.m, p.n, p.k, device) && saved_fits && dx_fits &&
-         dweight_fits && can_be_boxed(p.dy.data, p.dy.stride, p.dtype) &&
+      p.dx.data == nullptr || (gemm::can_be_boxed(p.weight.data, p.weight.stride, p.dtype) &&
+                               gemm::can_be_boxed(p.dx.data, p.dx.stride, p.dtype));
+  const bool dweight_fits =
+      p.dweight == nullptr || gemm::can_be_boxed(p.x.data, p.x.stride, p.dtype);
+  return gemm::can_run(p.dtype, p.m, p.n, p.k, device) && saved_fits && dx_fits && dweight_fits &&
+         gemm::can_be_boxed(p.dy.data, p.dy.stride, p.dtype) &&
          (p.dbias == nullptr || p.dweight != nullptr);
 }
 
@@ -112,9 +70,8 @@ inline bool hopper_can_run(const LinearActBwdParams& p, const DeviceTraits& devi
 // for the gradient, 0.99 for gelu_tanh at 65536x1024x480; cuBLASLt stores a mask or z in a second
 // kernel. With fewer tiles cuBLASLt has smaller ones, or splits k.
 inline bool hopper_is_faster(const LinearActParams& params, const DeviceTraits& device) {
-  const LinearActConfig config = choose_linear_act_config(params, device);
-  return linear_act::count_tiles(params.m, params.n, config) >=
-         linear_act::resident_clusters(device, config);
+  const GemmConfig config = choose_linear_act_config(params, device);
+  return gemm::count_tiles(params.m, params.n, config) >= gemm::resident_clusters(device, config);
 }
 
 namespace linear_act {
@@ -122,7 +79,7 @@ namespace linear_act {
 // How long it takes to write and read the parts of an m x n result and add them up, in columns of
 // tiles times blocks of k. Measured: a block of 256 columns takes 0.7 us; 4e6 bytes a us, 3 us for
 // the second kernel.
-inline double estimate_parts(int64_t m, int64_t n, const LinearActConfig& config) {
+inline double estimate_parts(int64_t m, int64_t n, const GemmConfig& config) {
   constexpr double kUsPerColumn = 0.7 / 256, kBytesPerUs = 4e6, kLaunchUs = 3;
   const double us =
       config.splits == 1 ? 0 : kLaunchUs + config.splits * (8.0 * m * n) / kBytesPerUs;
@@ -131,8 +88,9 @@ inline double estimate_parts(int64_t m, int64_t n, const LinearActConfig& config
 
 // How long a product m x n x k takes, in the same unit: rounds of tiles one behind the other.
 inline double estimate(int64_t m, int64_t n, int64_t k, const DeviceTraits& device,
-                       const LinearActConfig& config) {
-  const int64_t rounds = ceil_div(count_tiles(m, n, config), resident_clusters(device, config));
+                       const GemmConfig& config) {
+  const int64_t rounds =
+      ceil_div(gemm::count_tiles(m, n, config), gemm::resident_clusters(device, config));
   const int64_t blocks = ceil_div(ceil_div(k, kGemmK), config.splits);
   return static_cast<double>(rounds * blocks * config.tile_columns) + estimate_parts(m, n, config);
 }
@@ -144,18 +102,18 @@ inline int64_t bytes_of_parts(const LinearActBwdParams& p, int splits) {
 }
 
 // Of the tiles and numbers of parts the fastest. `most_splits` of k.
-inline LinearActConfig choose_bwd_product(int64_t m, int64_t n, int64_t k, int64_t most_splits,
-                                          const DeviceTraits& device) {
-  LinearActConfig best;
+inline GemmConfig choose_bwd_product(int64_t m, int64_t n, int64_t k, int64_t most_splits,
+                                     const DeviceTraits& device) {
+  GemmConfig best;
   double least = 0;
   auto consider = [&](int columns) {
-    LinearActConfig config;
+    GemmConfig config;
     config.tile_rows = kBwdTileRows;
     config.tile_columns = columns;
     // With every cluster always busy. More parts than add to that what has been found are not worth
     // the host's time: a call chooses anew.
-    const double busy = static_cast<double>(count_tiles(m, n, config) * ceil_div(k, kGemmK)) *
-                        columns / static_cast<double>(resident_clusters(device, config));
+    const double busy = static_cast<double>(gemm::count_tiles(m, n, config) * ceil_div(k, kGemmK)) *
+                        columns / static_cast<double>(gemm::resident_clusters(device, config));
     for (config.splits = 1; config.splits <= most_splits; ++config.splits) {
       if (least > 0 && busy + estimate_parts(m, n, config) >= least) break;
       const double time = estimate(m, n, k, device, config);
@@ -170,7 +128,7 @@ inline LinearActConfig choose_bwd_product(int64_t m, int64_t n, int64_t k, int64
   } else {
     for (const int columns : kBwdTileColumns) consider(columns);
   }
-  set_blocks(m, n, device, &best);
+  gemm::set_blocks(m, n, device, &best);
   return best;
 }
 
@@ -194,10 +152,8 @@ inline LinearActBwdConfig choose_linear_act_bwd_config(const LinearActBwdParams&
 // and 0.94 to 1.00 times for a derivative. With short sums there is nothing to hide behind.
 inline bool hopper_is_faster(const LinearActBwdParams& params, const DeviceTraits& device) {
   if (params.saves != SavedForBackward::kMask || params.n < 8 * kGemmK) return false;
-  const LinearActConfig dx =
-      linear_act::choose_bwd_product(params.m, params.k, params.n, 1, device);
-  return linear_act::count_tiles(params.m, params.k, dx) >=
-         linear_act::resident_clusters(device, dx);
+  const GemmConfig dx = linear_act::choose_bwd_product(params.m, params.k, params.n, 1, device);
+  return gemm::count_tiles(params.m, params.k, dx) >= gemm::resident_clusters(device, dx);
 }
 
 }  // namespace fusedcuda

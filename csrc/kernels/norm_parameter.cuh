@@ -68,21 +68,4 @@ class RowParameter {
   Quad* quads_;
 };
 
-// Parts of the dynamic shared memory, one behind the other.
-class SharedMemory {
- public:
-  __device__ SharedMemory() : next_(static_cast<unsigned char*>(dynamic_shared())) {}
-
-  // `bytes`: a multiple of 16.
-  __device__ void* take(int bytes) {
-    void* part = next_;
-    next_ += bytes;
-    return part;
-  }
-  __device__ void* rest() const { return next_; }
-
- private:
-  unsigned char* next_;
-};
-
 }  // namespace fusedcuda

@@ -132,8 +132,10 @@ cudaError_t dispatch_op(PointwiseOp op, Args&&... args) {
       return Launcher<PointwiseOp::kAddMulAct, T>::run(args...);
     case PointwiseOp::kActScaleBias:
       return Launcher<PointwiseOp::kActScaleBias, T>::run(args...);
-    default:
+    case PointwiseOp::kActMul:
       return Launcher<PointwiseOp::kActMul, T>::run(args...);
+    default:
+      return Launcher<PointwiseOp::kActMulRecompute, T>::run(args...);
   }
 }
 
@@ -256,6 +258,14 @@ struct Forward {
   }
 };
 
+// A backward: the forward is that of kActMul.
+template <typename T>
+struct Forward<PointwiseOp::kActMulRecompute, T> {
+  static cudaError_t run(const PointwiseParams&, const PointwisePlan&, cudaStream_t) {
+    return cudaErrorInvalidValue;
+  }
+};
+
 template <PointwiseOp kOp, typename T>
 struct Backward {
   static cudaError_t run(const PointwiseParams& params, const PointwisePlan& plan, void* workspace,
@@ -293,12 +303,16 @@ struct Backward {
       const Rest rest(params, plan);
       return run(rest.params, rest.plan, workspace, stream);
     }
-    const cudaError_t status = vectors
-                                   ? start(pointwise_bwd_sum_kernel<kOp, T, kVec>, sums, activation)
-                                   : start(pointwise_bwd_sum_kernel<kOp, T, 1>, sums, activation);
-    if (status != cudaSuccess) return status;
-    return launch_sum_partials<T>(finish, num_reduced, plan.sum_tile_x, plan.dependent_launch,
-                                  stream);
+    if constexpr (!Formula<kOp>::kHasSums) {
+      return cudaErrorInvalidValue;
+    } else {
+      const cudaError_t status =
+          vectors ? start(pointwise_bwd_sum_kernel<kOp, T, kVec>, sums, activation)
+                  : start(pointwise_bwd_sum_kernel<kOp, T, 1>, sums, activation);
+      if (status != cudaSuccess) return status;
+      return launch_sum_partials<T>(finish, num_reduced, plan.sum_tile_x, plan.dependent_launch,
+                                    stream);
+    }
   }
 };
 

@@ -22,6 +22,8 @@ enum class PointwiseOp {
   kAddMulAct,     // act((a + b) * c)
   kActScaleBias,  // act(a) * b + c
   kActMul,        // act(a) * b
+  // Its backward, which writes act(a) * b again, too: as if that were a third operand's gradient.
+  kActMulRecompute,
 };
 
 constexpr int kMaxOperands = 3;
@@ -32,7 +34,7 @@ constexpr int kMaxOperands = 3;
 constexpr int pointwise_sum_blocks(PointwiseOp op) { return op == PointwiseOp::kAddAct ? 5 : 4; }
 
 inline int num_operands(PointwiseOp op) {
-  return op == PointwiseOp::kAddMulAct || op == PointwiseOp::kActScaleBias ? 3 : 2;
+  return op == PointwiseOp::kAddAct || op == PointwiseOp::kActMul ? 2 : 3;
 }
 
 // A tensor, a number, or nothing.

@@ -9,6 +9,7 @@ namespace fusedcuda {
 
 // A formula is result(x, act(argument(x))). Operands that share a gradient share a slot.
 struct ActivationLast {
+  static constexpr bool kHasSums = true;  // gradients of broadcast operands
   template <typename C>
   static __device__ C result(const C*, C t) {
     return t;
@@ -20,6 +21,7 @@ struct ActivationLast {
 };
 
 struct ActivationFirst {
+  static constexpr bool kHasSums = true;
   template <typename C>
   static __device__ C argument(const C* x) {
     return x[0];
@@ -94,6 +96,20 @@ struct Formula<PointwiseOp::kActMul> : ActivationFirst {
   static __device__ void gradients(const C*, C grad, C t, C dz, C* g) {
     g[0] = dz;
     g[1] = grad * t;
+  }
+};
+
+// The third operand stands for the result, and has no value.
+template <>
+struct Formula<PointwiseOp::kActMulRecompute> : ActivationFirst {
+  static constexpr bool kHasSums = false;
+  static constexpr int kOperands = 3;
+  static constexpr int kSlots = 3;
+  static __host__ __device__ constexpr int slot_of(int operand) { return operand; }
+  template <typename C>
+  static __device__ void gradients(const C* x, C grad, C t, C dz, C* g) {
+    Formula<PointwiseOp::kActMul>::gradients(x, grad, t, dz, g);
+    g[2] = Formula<PointwiseOp::kActMul>::result(x, t);
   }
 };
 

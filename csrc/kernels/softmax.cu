@@ -42,17 +42,13 @@ struct Scale {
   }
 };
 
-// What a thread does with its vectors, the same for both kernels.
-template <typename T, int kItems, bool kAligned>
+// What a thread does with its vectors, the same for all kernels. Slice: which ones those are.
+template <typename T, typename Slice>
 struct SoftmaxRow {
   using C = Compute<T>;
-  using Slice = RowSlice<T, kItems, kAligned>;
   static constexpr int kVec = Slice::kVec;
   using V = Packed<T>;
   using MaxAndSum = typename OnlineSum<T>::MaxAndSum;
-  // Few enough to stay in registers, so that they are not computed twice: half of the instructions.
-  // (With the bounds of an unaligned row beside them, four items spill.)
-  static constexpr bool kKeepsExponentials = kAligned && kItems <= 4;
 
   const Slice& slice;
   Scale<C> scale;
@@ -104,18 +100,22 @@ struct SoftmaxRow {
 template <typename T, int kItems, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads, 2)
     softmax_kernel(const __grid_constant__ SoftmaxParams p) {
-  using Row = SoftmaxRow<T, kItems, kAligned>;
+  using Slice = RowSlice<T, kItems, kAligned>;
+  using Row = SoftmaxRow<T, Slice>;
+  // Few enough to stay in registers, so that they are not computed twice: half of the instructions.
+  // (With the bounds of an unaligned row beside them, four items spill.)
+  constexpr bool kKeepsExponentials = kAligned && kItems <= 4;
   RowReduction<typename Row::MaxAndSum> reduction(dynamic_shared());
   const OwnRow own(p.rows);
   const T* x = row_of<T>(p.x, own.index);
-  const typename Row::Slice slice(x, p.columns, cluster_rank());
+  const Slice slice(x, p.columns, cluster_rank());
   const Row row(slice, p);
 
   wait_for_previous_kernel();
   typename Row::V v[kItems];
   slice.load_all(p.x, x, v);
   T* y = row_of<T>(p.y, own.index);
-  if constexpr (Row::kKeepsExponentials) {
+  if constexpr (kKeepsExponentials) {
     if (!p.log) {
       typename Row::C e[kItems][Row::kVec];
 #pragma unroll
@@ -154,10 +154,11 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads, 2)
     softmax_stream_kernel(const __grid_constant__ SoftmaxParams p) {
-  using Row = SoftmaxRow<T, 1, false>;
+  using Slice = RowSlice<T, 1, false>;
+  using Row = SoftmaxRow<T, Slice>;
   RowReduction<typename Row::MaxAndSum> reduction(dynamic_shared());
   const T* x = row_of<T>(p.x, blockIdx.x);
-  const typename Row::Slice slice(x, p.columns, 0);
+  const Slice slice(x, p.columns, 0);
   const Row row(slice, p);
 
   wait_for_previous_kernel();

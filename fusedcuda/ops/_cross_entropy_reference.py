@@ -58,7 +58,7 @@ def cross_entropy_forward(
 ) -> list[Tensor]:
     options = _Options(weight, ignore_index, label_smoothing, z_loss, softcap, reduction)
     check(logits, target, *options)
-    _check_classes(target, ignore_index, logits.shape[-1])
+    check_classes(OP, target, ignore_index, logits.shape[-1])
     dtype = compute_dtype(logits.dtype)
     entropy, penalty = (logits.new_empty(target.numel(), dtype=dtype) for _ in range(2))
     statistics = logits.new_empty(statistics_shape(target), dtype=dtype)
@@ -83,6 +83,31 @@ def cross_entropy_forward(
     one = torch.ones_like(loss)
     gradient = cross_entropy_backward(one, logits, target, statistics, normalizer, *options)
     return [loss, statistics, normalizer, gradient]
+
+
+def cross_entropy_rows_(
+    logits: Tensor,
+    losses: Tensor,
+    statistics: Tensor,
+    target: Tensor,
+    normalizer: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: int,
+    with_gradient: bool,
+) -> None:
+    shared = (None, ignore_index, label_smoothing, z_loss, softcap)
+    alone: tuple[Any, ...] = (logits, target, *shared, _NONE, False)
+    loss, pairs, _ = cross_entropy_forward(*alone)
+    losses.copy_(loss)
+    statistics.copy_(pairs)
+    if with_gradient:
+        one = losses.new_ones(loss_shape(target, reduction))
+        saved = (logits, target, statistics, normalizer)
+        together: tuple[Any, ...] = (one, *saved, *shared, reduction)
+        logits.copy_(cross_entropy_backward(*together))
 
 
 def cross_entropy_backward(
@@ -215,10 +240,7 @@ def check(
             f"{OP}: logits must have at least one class in the last dimension; "
             f"got shape {tuple(logits.shape)}"
         )
-    if not isinstance(target, Tensor) or target.dtype not in (torch.int32, torch.int64):
-        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise TypeError(f"{OP}: target must be an int32 or int64 tensor of classes; got {got}")
-    check_same_device(OP, "target", target, "logits", logits)
+    check_target(OP, target, "logits", logits)
     if target.shape != logits.shape[:-1]:
         raise ValueError(
             f"{OP}: target must have shape {tuple(logits.shape[:-1])}, as the classes are in the "
@@ -226,44 +248,57 @@ def check(
         )
     if weight is not None:
         check_vector(OP, "weight", weight, "logits", logits)
-    if not isinstance(ignore_index, (int, torch.SymInt)):
-        raise TypeError(f"{OP}: ignore_index must be an int; got {type(ignore_index).__name__}")
+    check_ignore_index(OP, ignore_index)
     check_numbers(label_smoothing, z_loss, softcap or None)
     if reduction not in REDUCTIONS.values():
         raise ValueError(f"{OP}: reduction must be 0, 1 or 2; got {reduction}")
 
 
-def check_numbers(label_smoothing: Any, z_loss: Any, softcap: Any) -> None:
+def check_target(op: str, target: Any, rows_name: str, rows: Tensor) -> None:
+    """Integers on the device of ``rows``, or ``TypeError``, ``ValueError``."""
+    if not isinstance(target, Tensor) or target.dtype not in (torch.int32, torch.int64):
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise TypeError(f"{op}: target must be an int32 or int64 tensor of classes; got {got}")
+    check_same_device(op, "target", target, rows_name, rows)
+
+
+def check_ignore_index(op: str, ignore_index: Any) -> None:
+    if not isinstance(ignore_index, (int, torch.SymInt)):
+        raise TypeError(f"{op}: ignore_index must be an int; got {type(ignore_index).__name__}")
+
+
+def check_numbers(label_smoothing: Any, z_loss: Any, softcap: Any, op: str = OP) -> None:
     """``TypeError`` or ``ValueError`` unless each is a number in its range; no softcap is None."""
-    check_number(OP, "label_smoothing", label_smoothing)
-    check_number(OP, "z_loss", z_loss)
+    check_number(op, "label_smoothing", label_smoothing)
+    check_number(op, "z_loss", z_loss)
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{OP}: label_smoothing must be in [0, 1]; got {label_smoothing}")
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1]; got {label_smoothing}")
     if not 0 <= z_loss < math.inf:
-        raise ValueError(f"{OP}: z_loss must be finite and not negative; got {z_loss}")
+        raise ValueError(f"{op}: z_loss must be finite and not negative; got {z_loss}")
     if softcap is None:
         return
-    check_number(OP, "softcap", softcap)
+    check_number(op, "softcap", softcap)
     if not 0 < softcap < math.inf:
-        raise ValueError(f"{OP}: softcap must be finite and positive, or None; got {softcap}")
+        raise ValueError(f"{op}: softcap must be finite and positive, or None; got {softcap}")
 
 
-def reduction_code(reduction: Any) -> int:
+def reduction_code(reduction: Any, op: str = OP) -> int:
     """Code of ``reduction``; ``ValueError`` with the valid names if there is none."""
     code = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
     if code is None:
         raise ValueError(
-            f"{OP}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}"
+            f"{op}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}"
         )
     return code
 
 
-def _check_classes(target: Tensor, ignore_index: int, num_classes: int) -> None:
+def check_classes(op: str, target: Tensor, ignore_index: int, num_classes: int) -> None:
+    """``IndexError`` unless each target is a class or ignored; looks at the values."""
     wrong = (target != ignore_index) & ((target < 0) | (target >= num_classes))
     if wrong.any():
         position = tuple(wrong.nonzero()[0].tolist())
         raise IndexError(
-            f"{OP}: target must be in [0, {num_classes}) or ignore_index ({ignore_index}); "
+            f"{op}: target must be in [0, {num_classes}) or ignore_index ({ignore_index}); "
             f"got {target[position].item()} at {position}"
         )
 
@@ -328,6 +363,10 @@ def forward_fake(
     shapes = (loss_shape(target, reduction), statistics_shape(target), normalizer_shape(reduction))
     outputs = [logits.new_empty(shape, dtype=dtype) for shape in shapes]
     return [*outputs, logits.new_empty(logits.shape)] if with_gradient else outputs
+
+
+def rows_fake(logits: Tensor, *args: Any) -> None:
+    pass
 
 
 def backward_fake(grad_loss: Tensor, logits: Tensor, *args: Any) -> Tensor:

@@ -47,6 +47,14 @@ def linear_act_extended(
     return outputs
 
 
+def linear_act_product_(
+    output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool
+) -> None:
+    linear_act_product_fake(output, a, b, bias, adds)
+    z = _pre_activation(a, b, bias)
+    output.copy_(z + output.to(z.dtype) if adds else z)
+
+
 def linear_act_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, low_precision: bool
 ) -> list[Tensor]:
@@ -207,6 +215,23 @@ def linear_act_extended_fake(
     check_linear("linear_act_extended", x, weight, bias)
     check_linear("linear_act_extended", t, up, None)
     return [x.new_empty(output_shape(x, weight))]
+
+
+def linear_act_product_fake(
+    output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, adds: bool
+) -> None:
+    op = "linear_act_product_"
+    check_linear(op, a, b, bias)
+    check_same_device(op, "output", output, "a", a)
+    check_shape(op, "output", output, output_shape(a, b))
+    in_float32 = a.dtype.itemsize == 2 and output.dtype == torch.float32
+    if output.dtype != a.dtype and not in_float32:
+        raise TypeError(
+            f"{op}: output must be {a.dtype} as a is, or float32 where that has 16 bits; "
+            f"got {output.dtype}"
+        )
+    if bias is not None and (adds or in_float32):
+        raise ValueError(f"{op}: bias goes with an output of the dtype of a that is not added to")
 
 
 def linear_act_forward_fake(

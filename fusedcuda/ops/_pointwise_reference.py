@@ -117,6 +117,13 @@ def act_mul_packed_backward(grad: Tensor, gate_up: Tensor, activation: int) -> T
     return store(torch.cat([dgate, grad * apply_activation(gate, activation)], dim=-1), packed)
 
 
+def act_mul_packed_recompute(grad: Tensor, gate_up: Tensor, activation: int) -> list[Tensor]:
+    return [
+        act_mul_packed_backward(grad, gate_up, activation),
+        act_mul_packed(gate_up, activation),
+    ]
+
+
 # --------------------------------------------------------------------------------------------------
 # Shape functions
 # --------------------------------------------------------------------------------------------------
@@ -158,3 +165,10 @@ def act_mul_packed_fake(gate_up: Tensor, activation: int) -> Tensor:
 
 def act_mul_packed_backward_fake(grad: Tensor, gate_up: Tensor, activation: int) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
+
+
+def act_mul_packed_recompute_fake(grad: Tensor, gate_up: Tensor, activation: int) -> list[Tensor]:
+    return [
+        act_mul_packed_backward_fake(grad, gate_up, activation),
+        act_mul_packed_fake(gate_up, activation),
+    ]

@@ -133,6 +133,16 @@ _forward = define(
     fake=reference.forward_fake,
     vmap=batched_rows("cross_entropy_forward", vectors=range(3)),
 )
+# The same of some of the rows: given the normalizer of all of them, it writes their losses (never
+# added up) and their statistics and, with_gradient, the gradient over the logits.
+define(
+    FAMILY,
+    "cross_entropy_rows_(Tensor(a!) logits, Tensor(b!) losses, Tensor(c!) statistics, "
+    "Tensor target, Tensor normalizer, int ignore_index, float label_smoothing, float z_loss, "
+    "float softcap, int reduction, bool with_gradient) -> ()",
+    cpu=reference.cross_entropy_rows_,
+    fake=reference.rows_fake,
+)
 _backward = define(
     FAMILY,
     f"cross_entropy_backward({_SAVED}, {_OPTIONS}) -> Tensor",

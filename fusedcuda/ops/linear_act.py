@@ -253,6 +253,16 @@ define(
     cpu=reference.linear_act_extended,
     fake=reference.linear_act_extended_fake,
 )
+# a @ b.T + bias into memory that is there or, with adds, added to what it holds; for the
+# linear_cross_entropy family. output (M, N) has the dtype of a, or float32 where a has 16 bits; its
+# rows may lie apart. a (M, K) and b (N, K) are stored by rows or by columns. A bias goes with
+# neither adds nor float32.
+define(
+    FAMILY,
+    "linear_act_product_(Tensor(a!) output, Tensor a, Tensor b, Tensor? bias, bool adds) -> ()",
+    cpu=reference.linear_act_product_,
+    fake=reference.linear_act_product_fake,
+)
 # Bits of the mask: 0 the gradient of x, 1 of w1, 2 of b1, 3 of w2, 4 of b2. As above, only the
 # shape is looked at of x where bit 1 is not set, of w1 where bit 0, and of h where bit 3 is not.
 _define(
@@ -282,6 +292,9 @@ define_host(
 define_host(
     "linear_act_extended_plan(Tensor x, Tensor weight, Tensor? bias, Tensor t, Tensor up, "
     "int activation) -> str"
+)
+define_host(
+    "linear_act_product_plan(Tensor output, Tensor a, Tensor b, Tensor? bias, bool adds) -> str"
 )
 define_host(
     "mlp_backward_plan(Tensor dy, Tensor x, Tensor w1, Tensor saved, Tensor h, Tensor w2, "

@@ -187,6 +187,13 @@ _act_mul_packed_backward = define(
     fake=reference.act_mul_packed_backward_fake,
     vmap=batched("act_mul_packed_backward", 2),
 )
+# [gradient, output]: the backward makes again what the forward did not keep, in the same pass.
+define(
+    FAMILY,
+    "act_mul_packed_recompute(Tensor grad, Tensor gate_up, int activation) -> Tensor[]",
+    cpu=reference.act_mul_packed_recompute,
+    fake=reference.act_mul_packed_recompute_fake,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Differentiable forms

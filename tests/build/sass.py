@@ -26,6 +26,8 @@ class Kernel:
     products: int = 0  # of 16-bit types on tensor cores: HMMA, HGMMA
     products_from_registers: int = 0  # of those, HGMMA whose first factor is in registers
     overwritten: int = 0  # instructions that write to such a factor while the product runs
+    bulk_copies: int = 0  # UBLKCP, of the copy engine
+    copies_lane_by_lane: int = 0  # of those, in a loop over lanes that has one turn
     local_accesses: int = 0  # LDL and STL: spills, or arrays that did not fit registers
 
     @property
@@ -51,6 +53,8 @@ def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
             from_registers, overwritten = factors_in_registers(code)
             kernel.products_from_registers += from_registers
             kernel.overwritten += overwritten
+            kernel.bulk_copies += len(re.findall(r"\bUBLKCP\b", code))
+            kernel.copies_lane_by_lane += copies_lane_by_lane(code)
             kernel.local_accesses += len(re.findall(r"\b(?:LDL|STL)\b", code))
     names = subprocess.run(
         ["c++filt", "-p"], input="\n".join(found), capture_output=True, text=True, check=True
@@ -58,6 +62,15 @@ def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
     for kernel, name in zip(found.values(), names, strict=False):
         kernel.name = name
     return sorted(found.values(), key=lambda kernel: kernel.name)
+
+
+def copies_lane_by_lane(code: str) -> int:
+    """How many bulk copies are in a loop over the lanes that start one.
+
+    The compiler makes it where it cannot know that the addresses are the same for the warp, which
+    have to be in uniform registers; it is three times as many instructions.
+    """
+    return len(re.findall(r"\bUBLKCP\b[^;]*;[^;]*\bBRA\.U\.ANY\b", code))
 
 
 def factors_in_registers(code: str) -> tuple[int, int]:

@@ -33,6 +33,7 @@ VECTOR_KERNELS = {
     "linear_sigmoid_bce_kernel",
     "linear_sigmoid_bce_bwd_kernel",
     "lora_dropout_kernel",
+    "scale_gradient_kernel",
 }
 
 
@@ -86,7 +87,8 @@ def test_vector_kernels_load_and_store_16_bytes_at_once(kernels) -> None:
 def test_the_interaction_multiplies_on_tensor_cores(kernels) -> None:
     names = ("dot_interaction_kernel", "dot_interaction_bwd_kernel")
     interactions = [kernel for kernel in kernels if kernel.function in names]
-    assert len(interactions) == 2 * 2 * 2 * 2  # forward, backward; types; tiles; alignment
+    # Forward, backward; types; tiles and alignment, and a second stage for few and aligned.
+    assert len(interactions) == 2 * 2 * (2 * 2 + 1)
     without = [kernel for kernel in interactions if not kernel.products]
     assert not without, "\n" + sass.table(without)
 
@@ -98,6 +100,25 @@ def test_the_products_of_an_adapter_are_copies_to_tensor_cores(kernels) -> None:
     assert not without, "\n" + sass.table(without)
     # Two blocks of 256 threads on an SM.
     assert max(k.registers for k in products) <= 128
+
+
+def test_the_product_of_a_gated_mlp_is_one_loop_on_tensor_cores(kernels) -> None:
+    products = [k for k in kernels if k.function == "gated_product_kernel_sm90"]
+    assert len(products) == 2  # types
+    # A stage: 64 values of k in steps of 16, 128 rows in two halves. No second copy of the loop.
+    assert [k.products for k in products] == [4 * 2] * 2, "\n" + sass.table(products)
+    assert not any(k.products_from_registers for k in products)
+
+
+def test_a_gated_mlp_of_few_rows_streams_its_weights_to_tensor_cores(kernels) -> None:
+    decode = [k for k in kernels if k.function == "gated_mlp_decode_kernel_sm90"]
+    assert len(decode) == 2 * 4  # types; 8, 16, 32 and 64 rows
+    without = [k for k in decode if not (k.products and k.bulk_copies and k.loads_128)]
+    assert not without, "\n" + sass.table(without)
+    # Addresses in uniform registers, or one thread could not start copies as fast as they end.
+    assert [k.name for k in decode if k.copies_lane_by_lane] == []
+    # Three warpgroups on an SM.
+    assert max(k.registers for k in decode) <= 168
 
 
 def test_no_kernel_uses_local_memory(kernels) -> None:

@@ -1,4 +1,4 @@
-"""Products on tensor cores whose first factor is in registers, in the machine code."""
+"""Products whose first factor is in registers, and bulk copies, in the machine code."""
 
 from pathlib import Path
 
@@ -37,3 +37,18 @@ def test_nothing_overwrites_what_a_product_still_reads(extension: Path) -> None:
         "linear_act_dweight_kernel_sm90",
     }
     assert [k.name for k in kernels if k.overwritten] == []
+
+
+COPIES = """
+        /*14d0*/               @P3 R2UR UR9, R21 ;
+        /*1520*/                   UBLKCP.S.G [UR8], [UR6], UR4 ;   /* 0x040005 */
+                                                                   /* 0x000fe2 */
+        /*1530*/               @P0 BRA.U.ANY 0x14a0 ;
+        /*1540*/                   UBLKCP.S.G [UR8], [UR6], UR4 ;
+        /*1550*/                   UIADD3 UR9, UR9, 0x4, URZ ;
+        /*1560*/               @P0 BRA.U.ANY 0x14a0 ;
+"""
+
+
+def test_copies_in_loops_over_lanes_are_recognized() -> None:
+    assert sass.copies_lane_by_lane(COPIES) == 1

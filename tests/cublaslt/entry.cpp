@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "bindings/linear_act_fp8_plan.h"
+#include "bindings/linear_act_product.h"
 #include "bindings/linear_act_run.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -68,13 +69,14 @@ struct Runner {
   cublasStatus_t matmul(MatmulPlan& plan, const MatmulOperands& operands) {
     return run_plan(plan, operands);
   }
-  void hopper(const LinearActParams&, const LinearActConfig&) {
+  void hopper(const LinearActParams&, const GemmConfig&) {
     throw std::runtime_error("there is no GPU");
   }
   void hopper_bwd(const LinearActBwdParams&, const LinearActBwdConfig&) {
     throw std::runtime_error("there is no GPU");
   }
   void pad_rows(const PadRowsParams&) { throw std::runtime_error("there is no GPU"); }
+  void dot_rows(const Matmul& matmul) { product(matmul); }
   void product(const Matmul& matmul) { callbacks.product(&matmul.problem, &matmul.operands); }
   void act_rows(const ActRowsParams& p) {
     const ActRowsCall call = {static_cast<int>(p.dtype),
@@ -205,4 +207,10 @@ EXPORT int fp8_forward(PlanCache* cache, const Fp8Forward* f, const Callbacks* c
                        char* text, size_t size) {
   return run(cache, f->linear.layer.dtype, *callbacks, {text, size},
              [&](const PlanSource& source) { return plan_fp8_forward(*f, source); });
+}
+
+EXPORT int product(PlanCache* cache, const LinearProduct* p, const Callbacks* callbacks, char* text,
+                   size_t size) {
+  return run(cache, p->linear.layer.dtype, *callbacks, {text, size},
+             [&](const PlanSource& source) { return plan_product(*p, source); });
 }

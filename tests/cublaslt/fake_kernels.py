@@ -73,6 +73,7 @@ Fp8Forward = _structure(
     linear=Forward,
     **dict.fromkeys(["x_scale", "weight_scale", "eight_bits", "out_scale", "inverse"], Pointer),
 )
+Product = _structure("Product", linear=Forward, in_float32=Bool)
 Backward = _structure(
     "Backward",
     layer=Layer,

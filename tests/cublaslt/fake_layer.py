@@ -27,6 +27,7 @@ from fake_kernels import (
     Matrix,
     MlpBackward,
     Pointer,
+    Product,
     address,
     mask_row_bytes,
 )
@@ -198,6 +199,26 @@ class FakeLayer:
         )
         steps = self._run("fp8_forward", call)
         return wide if out_scale is None else narrow, steps
+
+    def product(
+        self, output: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, adds: bool = False
+    ) -> list[dict[str, Any]]:
+        """The steps that write ``a @ b.T + bias`` to the output, or add it to what that holds."""
+        _, m, n, k = _sizes(a, b)
+        aligned = a.new_empty(n)
+        call = Product(
+            linear=Forward(
+                layer=Layer(DTYPES.index(a.dtype), 1, m, n, k),
+                x=factor(a),
+                weight=factor(b),
+                bias=address(bias),
+                aligned_bias=address(aligned),
+                residual=matrix(output if adds else None),
+                output=matrix(output),
+            ),
+            in_float32=a.dtype.itemsize == 2 and output.dtype == torch.float32,
+        )
+        return self._run("product", call)
 
     def backward(
         self,

@@ -121,6 +121,17 @@ def test_a_product_is_not_rounded_before_its_bias(
         assert torch.equal(y, torch.ones_like(y))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_of_one_output_is_a_kernel_of_its_own(layer: FakeLayer, dtype: torch.dtype) -> None:
+    x, weight, bias = (random(*shape).to(dtype) for shape in ((24, 16), (1, 16), (1,)))
+    y, _, steps = layer.forward(x, weight, bias, activation="silu")
+    check(y, expected(x, weight, bias, activation="silu")[0])
+    assert kernels(steps) == ["dot_rows_kernel", "act_rows_kernel"]
+    assert "rounds such a product" in steps[0]["why"]
+    _, _, steps = layer.forward(x, weight)  # nothing is added
+    assert kernels(steps) == [PLAIN]
+
+
 def test_rows_of_the_bias_say_why(layer: FakeLayer) -> None:
     x, weight, bias = random(24, 13), random(40, 13), random(40)
     _, _, steps = layer.forward(x, weight, bias, activation="silu")

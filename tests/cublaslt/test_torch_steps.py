@@ -39,11 +39,12 @@ def product(
     bias: Tensor | None = None,
     c: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Of (batch, m, k) and (batch, n, k)."""
     batch, m, k = a.shape
     n = b.shape[1]
-    out_dtype = torch.bfloat16 if a.dtype == FP8 else a.dtype
+    out_dtype = out_dtype or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
     output = torch.full((batch, m, n), nan, dtype=out_dtype)
     codes = {dtype: code for code, dtype in CUDA_TYPES.items()}
     a_inner, b_inner = a.stride(2) == 1, b.stride(2) == 1
@@ -98,6 +99,17 @@ def test_what_is_added_up_is_rounded_once(torch_steps: ctypes.CDLL, dtype: torch
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
             y = product(torch_steps, a, one, torch.full((1,), -2064.0, dtype=dtype), residual)
         assert y.item() == 1
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_factors_of_16_bits_with_a_sum_in_float32(
+    torch_steps: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    a, b = torch.full((1, 1, 2), 1.0, dtype=dtype), torch.full((1, 1, 2), 0.5, dtype=dtype)
+    before = torch.full((1, 1, 1), 4096.0)
+    after = product(torch_steps, a, b, c=before, out_dtype=torch.float32)
+    assert after.dtype == torch.float32
+    assert after.item() == 4097
 
 
 def test_float32_stays_float32_under_autocast(torch_steps: ctypes.CDLL) -> None:

@@ -23,7 +23,7 @@ class _Call(ctypes.Structure):
         ("target_is_int32", ctypes.c_int),
         *((name, ctypes.c_int64) for name in ("ignore_index", "grad_stride")),
         *((name, ctypes.c_double) for name in ("label_smoothing", "z_loss", "softcap")),
-        *((name, ctypes.c_int) for name in ("reduction", "unless_one", "backward")),
+        *((name, ctypes.c_int) for name in ("reduction", "is_part", "unless_one", "backward")),
         ("chosen", Chosen),
         *((name, ctypes.c_int) for name in ("totals_cluster", "tiles")),
     )
@@ -114,6 +114,44 @@ class CrossEntropyEmulator(RowLibrary):
         gradient = torch.empty(logits.shape, dtype=logits.dtype) if with_gradient else None
         inputs = [logits, target, weight]
         return self.run("cross_entropy", call, inputs, [*outputs, gradient], remember)
+
+    def rows(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        normalizer: Tensor,
+        options: Options = PLAIN,
+        with_gradient: bool = False,
+    ) -> list[Tensor]:
+        """[losses, statistics, logits], of which the last are their gradient if that is wanted."""
+
+        def call(
+            logits: Tensor,
+            target: Tensor,
+            normalizer: Tensor,
+            losses: Tensor,
+            statistics: Tensor,
+            written: Tensor,
+        ) -> ctypes.Structure:
+            return _Call(
+                rows=self.rows_of(logits),
+                logits=Matrix.of(logits),
+                gradient=Matrix.of(written if with_gradient else None),
+                target=address(target),
+                target_is_int32=target.dtype == torch.int32,
+                loss=address(losses),
+                statistics=address(statistics),
+                normalizer=address(normalizer),
+                is_part=True,
+                **options.fields(),
+            )
+
+        dtype = compute_dtype(logits)
+        losses, statistics = (
+            torch.empty(shape, dtype=dtype) for shape in (target.shape, (*target.shape, 2))
+        )
+        inputs, outputs = [logits, target, normalizer], [losses, statistics, logits]
+        return self.run("cross_entropy_rows_", call, inputs, outputs, self.remember)
 
     def backward(
         self,

@@ -62,6 +62,13 @@ void copy_async_wait(unsigned pending) {
   copies.erase(copies.begin(), end);
 }
 
+unsigned poll(const unsigned* address) {
+  const unsigned before = *address;
+  suspend(Wait::kPoll, current->line);
+  if (*address != before) polls_in_vain = 0;
+  return *address;
+}
+
 unsigned cluster_rank() { return current->block->rank; }
 
 unsigned cluster_size() { return static_cast<unsigned>(cluster.blocks.size()); }

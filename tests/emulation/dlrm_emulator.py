@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
         *_fields(ctypes.c_double, "pos_weight", "scale"),
         ("reduced", ctypes.c_int),
         *_fields(ctypes.c_void_p, "loss", "logits", "dlogits", "dx", "dweight", "dbias"),
-        *_fields(ctypes.c_int, "path", "aligned", "aligned_row", "tiles", "threads"),
+        *_fields(ctypes.c_int, "path", "aligned", "aligned_row", "tiles", "stages", "threads"),
         *_fields(ctypes.c_int64, "blocks", "column_tiles"),
     )
 

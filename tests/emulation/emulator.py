@@ -4,8 +4,8 @@ Every call runs twice, with blocks and threads in ascending and in descending or
 the same bits. All tensors lie in memory that faults at its ends; outputs and workspaces start as
 NaN, and whatever lies beside and between the elements of a tensor must be unchanged afterwards.
 
-What is emulated is in include/cuda_runtime.h, which errors are found in execution.h. Not: kernels
-that poll memory until another block writes it, and inline PTX, which csrc/kernels/common wraps.
+What is emulated is in include/cuda_runtime.h, which errors are found in execution.h. Not: inline
+PTX, which csrc/kernels/common wraps, and polling of memory by other means than grid_counter.cuh.
 
 To add a family, such as norm:
 

@@ -16,7 +16,7 @@ struct Call {
   int target_is_int32;
   int64_t ignore_index, grad_stride;
   double label_smoothing, z_loss, softcap;
-  int reduction, unless_one, backward;
+  int reduction, is_part, unless_one, backward;
   emulation::Chosen chosen;
   int totals_cluster, tiles;
 };
@@ -49,6 +49,7 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
     params.z_loss = call->z_loss;
     params.softcap = call->softcap;
     params.reduction = static_cast<Reduction>(call->reduction);
+    params.is_part = call->is_part;
     params.loss = call->loss;
     params.statistics = call->statistics;
     params.normalizer = call->normalizer;

@@ -28,7 +28,7 @@ struct Call {
   int reduced;
   void *loss, *logits, *dlogits, *dx, *dweight, *dbias;
   // Results: what was chosen.
-  int path, aligned, aligned_row, tiles, threads;
+  int path, aligned, aligned_row, tiles, stages, threads;
   int64_t blocks, column_tiles;
 };
 
@@ -61,6 +61,7 @@ void remember(const DotConfig& config, Call* call) {
   call->aligned = config.aligned;
   call->aligned_row = config.aligned_row;
   call->tiles = config.tiles;
+  call->stages = config.stages;
   call->threads = config.threads;
   call->blocks = config.blocks;
 }

@@ -22,7 +22,7 @@ struct Call {
   int dx_columns, dweight_columns, splits;  // 0 to choose; results: what was taken
 };
 
-enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad };
+enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad, kDot };
 
 void product(Call* call) {
   LinearActParams params;
@@ -43,7 +43,7 @@ void product(Call* call) {
   DeviceTraits device;
   device.num_sms = call->num_sms;
   emulation::check(hopper_can_run(params, device), "the Hopper kernel cannot run this");
-  LinearActConfig config = choose_linear_act_config(params, device);
+  GemmConfig config = choose_linear_act_config(params, device);
   if (call->group > 0) config.group = call->group;
   emulation::check_launch(launch_linear_act(params, config, nullptr));
 }
@@ -70,7 +70,7 @@ void gradient(Call* call) {
   if (call->dweight_columns > 0) config.dweight.tile_columns = call->dweight_columns;
   if (call->splits > 0) {
     config.dweight.splits = call->splits;
-    linear_act::set_blocks(params.n, params.k, device, &config.dweight);
+    gemm::set_blocks(params.n, params.k, device, &config.dweight);
     config.workspace_bytes = linear_act::bytes_of_parts(params, call->splits);
   }
   call->splits = config.dweight.splits;
@@ -107,6 +107,22 @@ void pad(const Call& call) {
   emulation::check_launch(launch_pad_rows(params, nullptr));
 }
 
+// x is `a`, with its k inner if that of b is; the residual is `input`.
+void dot(const Call& call) {
+  DotRowsParams params;
+  params.dtype = static_cast<DType>(call.dtype);
+  params.m = call.m;
+  params.k = call.k;
+  params.x = {call.a, call.a_stride, call.b_k_is_inner != 0};
+  params.weight = call.b;
+  params.weight_step = call.b_stride;
+  params.bias = call.bias;
+  params.residual = {call.input, call.input_stride};
+  params.output = {call.output, call.output_stride};
+  params.dependent = true;
+  emulation::check_launch(launch_dot_rows(params, nullptr));
+}
+
 }  // namespace
 
 EXPORT int emulate(Call* call, char* error, size_t error_size) {
@@ -117,6 +133,8 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
       gradient(call);
     } else if (call->kind == kPad) {
       pad(*call);
+    } else if (call->kind == kDot) {
+      dot(*call);
     } else {
       elementwise(*call);
     }

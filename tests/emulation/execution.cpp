@@ -1,6 +1,6 @@
 // Threads are fibers: each runs until its next barrier or shuffle. Between barriers the order is as
 // unkind as it can be: a thread is through with all its work before the next one starts. The blocks
-// of a cluster take turns when all their threads wait.
+// of a cluster, or of a cooperative launch, take turns when all their threads wait.
 #include "execution.h"
 
 #include <algorithm>
@@ -19,6 +19,7 @@ bool reversed = false;
 bool previous_kernel_runs = false;
 Cluster cluster;
 Thread* current = nullptr;
+int polls_in_vain = 0;
 
 namespace {
 
@@ -46,6 +47,8 @@ std::string state(const Thread& thread) {
     case Wait::kNamed:
       return text("thread", thread.index) + " waits at barrier " +
              std::to_string(thread.hopper.named);
+    case Wait::kPoll:
+      return text("thread", thread.index) + " polls memory that nobody writes any more";
     case Wait::kMailbox:
       return text("thread", thread.index) + " waits for " + describe_mail(thread) + after_line;
     default:
@@ -154,6 +157,13 @@ bool any_can_run() {
   return false;
 }
 
+// Lets threads look again that poll memory, unless they have so often seen nothing new while nobody
+// did anything else.
+bool look_again() {
+  constexpr int kMostInVain = 100;
+  return polls_in_vain++ < kMostInVain && release(Wait::kPoll);
+}
+
 // Whether some threads of the cluster can go on, now that every block waits for another.
 bool next_turn() {
   if (previous_kernel_runs) {
@@ -162,7 +172,12 @@ bool next_turn() {
     release(Wait::kPreviousKernel);
     return true;
   }
-  return any_can_run() || release(Wait::kTurn) || deliver_mail() || deliver_boxes();
+  if (reversed && look_again()) return true;
+  if (any_can_run() || release(Wait::kTurn) || deliver_mail() || deliver_boxes()) {
+    polls_in_vain = 0;
+    return true;
+  }
+  return look_again();
 }
 
 [[noreturn]] void fail_diverged(const Thread& a, const Thread& b) {
@@ -230,6 +245,7 @@ void run_cluster(uint3 first) {
     start(*block);
   }
   cluster.arrived = cluster.completed = 0;
+  polls_in_vain = 0;
   cluster.loads.clear();
   do {
     for (unsigned i = 0; i < size; ++i) run_block(*cluster.blocks[in_order(i, size)]);

@@ -18,7 +18,7 @@ void set_reversed(bool reversed);
 struct Grid {
   dim3 size;
   dim3 block;
-  unsigned cluster = 1;     // blocks along x
+  unsigned cluster = 1;     // blocks along x that run together
   size_t shared_bytes = 0;  // dynamic
   bool dependent = false;
 };
@@ -31,6 +31,7 @@ struct Grid {
 //   for the previous kernel;
 // - asynchronous copies that are not aligned, not to shared memory or not waited for;
 // - stores to a block of the cluster that may not have started, or may have ended;
+// - threads that poll memory which nobody writes any more;
 // - mailboxes that are used before all blocks of the cluster know them, that get other bytes than
 //   they expect or those of the next round too early, or that not every thread waits for.
 void run_grid(const Grid& grid, const std::function<void()>& thread);

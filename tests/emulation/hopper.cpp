@@ -232,6 +232,22 @@ void load_box(const void* map, void* shared, uint64_t* barrier, int row, int col
   }
 }
 
+void load_bulk(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
+  if (reinterpret_cast<uintptr_t>(global) % kChunkBytes != 0 || bytes % kChunkBytes != 0)
+    complain(" copies what is not whole chunks of 16 bytes");
+  Block& block = *current->block;
+  const size_t to = offset_in_shared(shared, kChunkBytes), at = offset_in_shared(barrier, 8);
+  find_barrier(block, at);
+  if (to + bytes > block.shared->size()) complain(" copies beyond shared memory");
+  const auto* const from = static_cast<const std::byte*>(global);
+  const Load load = {&block, to, at, {from, from + bytes}};
+  if (reversed) {
+    deliver(load);
+  } else {
+    cluster.loads.push_back(load);
+  }
+}
+
 // One at a time, the latest first: their order is nobody's to rely on.
 bool deliver_boxes() {
   if (cluster.loads.empty()) return false;

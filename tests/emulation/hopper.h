@@ -23,7 +23,7 @@ struct Barrier {
   unsigned rounds = 0;        // that are over
 };
 
-// A box on its way to shared memory.
+// A box, or neighbouring bytes, on the way to shared memory.
 struct Load {
   Block* block;
   size_t to, barrier;  // offsets in its dynamic shared memory

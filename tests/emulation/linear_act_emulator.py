@@ -21,7 +21,7 @@ class Saves(IntEnum):
     DERIVATIVE = 3
 
 
-PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD = range(5)
+PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD, DOT = range(6)
 
 
 class _Call(ctypes.Structure):
@@ -221,3 +221,30 @@ class LinearActEmulator(Library):
 
         (y,) = self.run("pad_rows", call, [x], [output])
         return y
+
+    def dot(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """x (m, k) @ weight (k) + bias (1) + residual (m)."""
+        m, k = x.shape
+        k_is_inner = x.stride(1) == 1
+
+        def call(
+            x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor
+        ) -> ctypes.Structure:
+            call = _Call(
+                kind=DOT,
+                dtype=DTYPES.index(x.dtype),
+                m=m,
+                k=k,
+                b_k_is_inner=k_is_inner,
+                bias=address(bias),
+            )
+            call.set_matrix("a", x if k_is_inner else x.T)
+            call.set_matrix("b", weight)
+            call.set_matrix("input", residual)
+            call.set_matrix("output", y)
+            return call
+
+        inputs = [x, weight, bias, residual]
+        return self.run("dot_rows", call, inputs, [torch.empty(m, dtype=x.dtype)])[0]

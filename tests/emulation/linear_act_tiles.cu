@@ -27,11 +27,11 @@ template <typename Gemm>
 cudaError_t run(const LinearActParams& params, int num_sms) {
   DeviceTraits device;
   device.num_sms = num_sms;
-  LinearActConfig config;
+  GemmConfig config;
   config.tile_rows = Gemm::kTileRows;
   config.tile_columns = Gemm::kTileColumns;
   config.cluster = Gemm::kClusterBlocks;
-  linear_act::set_blocks(params.m, params.n, device, &config);
+  gemm::set_blocks(params.m, params.n, device, &config);
   return linear_act::run<Gemm>(params, config, nullptr);
 }
 

@@ -16,6 +16,7 @@ from fusedcuda.ops._operands import empty_output
 
 # In the order of enum class PointwiseOp.
 OPS = ("bias_act", "add_mul_act", "act_scale_bias", "act_mul")
+_CODES = (*OPS, "act_mul_recompute")
 
 
 class _Launch(ctypes.Structure):
@@ -104,6 +105,17 @@ class Emulator(Library):
         results = self._call("act_mul", activation, [gate, up, grad], outputs, grad.shape, 0b11)
         return torch.cat(results, dim=-1)
 
+    def packed_recompute(self, activation: str, grad: Tensor, gate_up: Tensor) -> list[Tensor]:
+        """[gradient, output]"""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gradient = torch.empty(gate_up.shape, dtype=gate_up.dtype)
+        outputs = (*gradient.chunk(2, dim=-1), torch.empty(gate.shape, dtype=gate_up.dtype))
+        inputs = [gate, up, 0.0, grad]
+        *halves, output = self._call(
+            "act_mul_recompute", activation, inputs, outputs, grad.shape, 0b111
+        )
+        return [torch.cat(halves, dim=-1), output]
+
     def _call(
         self,
         op: str,
@@ -124,7 +136,7 @@ class Emulator(Library):
                 else:
                     entry.number = tensor
             return _Call(
-                op=OPS.index(op),
+                op=_CODES.index(op),
                 activation=ACTIVATIONS[activation],
                 dtype=DTYPES.index(next(x.dtype for x in tensors if isinstance(x, Tensor))),
                 wanted=wanted,

@@ -11,7 +11,8 @@ constexpr size_t kSharedBytes = 48 << 10;  // of a block, unless its kernel is a
 constexpr size_t kMostSharedBytes = 227 << 10;
 constexpr unsigned kPortableCluster = 8;
 constexpr unsigned kMostClusterBlocks = 16;
-constexpr size_t kMostParameterBytes = 4096;  // of any GPU
+constexpr size_t kMostParameterBytes = 4096;   // of any GPU
+constexpr unsigned kMostResidentBlocks = 132;  // of a cooperative launch, one an SM
 
 struct Allowed {
   size_t shared_bytes = kSharedBytes;
@@ -40,10 +41,13 @@ cudaError_t emulation::launch(const void* kernel, const cudaLaunchConfig_t& conf
   grid.size = config.gridDim;
   grid.block = config.blockDim;
   grid.shared_bytes = config.dynamicSmemBytes;
+  bool cooperative = false;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
       grid.dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
+    } else if (attribute.id == cudaLaunchAttributeCooperative) {
+      cooperative = attribute.val.cooperative != 0;
     } else {
       const uint3& cluster = attribute.val.clusterDim;
       if (cluster.x == 0 || cluster.y != 1 || cluster.z != 1) return cudaErrorInvalidClusterSize;
@@ -60,6 +64,11 @@ cudaError_t emulation::launch(const void* kernel, const cudaLaunchConfig_t& conf
   if (grid.shared_bytes > limits.shared_bytes) return cudaErrorInvalidValue;
   if (grid.cluster > limits.cluster) return cudaErrorInvalidClusterSize;
   if (x % grid.cluster != 0) return cudaErrorInvalidConfiguration;
+  if (cooperative) {
+    if (y != 1 || z != 1 || grid.cluster != 1) return cudaErrorInvalidConfiguration;
+    if (x > kMostResidentBlocks) return cudaErrorCooperativeLaunchTooLarge;
+    grid.cluster = x;
+  }
   run_grid(grid, thread);
   return cudaSuccess;
 }

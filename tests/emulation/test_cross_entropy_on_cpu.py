@@ -211,6 +211,46 @@ def test_weights_that_add_up_to_nothing(entropy) -> None:
     check(entropy, logits, target, weight)
 
 
+def check_part(
+    entropy: CrossEntropyEmulator, logits: Tensor, target: Tensor, options: Options = PLAIN
+) -> RowConfig:
+    """Some of the rows: losses that nobody adds up, and the gradient over the logits."""
+    count = torch.tensor([7.0, 7.0], dtype=compute_dtype(logits))  # of all rows
+    leaf = logits.double().requires_grad_()
+    losses = expected_loss(leaf, target, None, Options(**{**options.__dict__, "reduction": "none"}))
+    divisor = 7 if options.reduction == "mean" else 1
+    (ones,) = torch.autograd.grad(losses.sum() / divisor, leaf)
+    normalizer = count[: 0 if options.reduction == "none" else 2]
+    for with_gradient in (False, True):
+        actual, _, written = entropy.rows(logits, target, normalizer, options, with_gradient)
+        assert_rounded("losses", actual, losses.detach(), ulps=64)
+        if with_gradient:
+            assert_rounded("gradient", written, ones)
+        else:
+            assert torch.equal(written, logits)
+    return entropy.config
+
+
+@EVERY_OPTION
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_part_of_the_rows(entropy, reduction, options) -> None:
+    options = Options(**{**options.__dict__, "reduction": reduction})
+    for dtype in DTYPES:
+        check_part(entropy, *make(6, 70, dtype), options)
+
+
+@pytest.mark.parametrize("layout", [lambda x: x, pitched, lambda x: shifted(x, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_part_of_the_rows_in_its_place(entropy, dtype, layout) -> None:
+    """By a warp, by blocks, by clusters: no thread reads what another one has overwritten."""
+    for classes in (9, 300, 4096, 9000):
+        logits, target = make(3, classes, dtype)
+        check_part(entropy, layout(logits), target)
+    entropy.clusters = False
+    logits, target = make(2, 40000, dtype)
+    assert check_part(entropy, layout(logits), target, ALL).path == "stream"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("classes", [5, 300, 1500])
 def test_logits_that_are_not_finite(entropy, classes, dtype) -> None:

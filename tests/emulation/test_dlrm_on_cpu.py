@@ -75,7 +75,7 @@ def check(
 @pytest.mark.parametrize("upper", [False, True], ids=["tril", "triu"])
 @pytest.mark.parametrize(
     "shape",
-    [(27, 128), (27, 16), (27, 64), (2, 8), (1, 16), (16, 32), (32, 24), (33, 40), (48, 16)],
+    [(27, 128), (27, 16), (27, 64), (2, 8), (1, 16), (16, 32), (32, 24), (33, 40), (9, 136)],
     ids=str,
 )
 @every_dtype
@@ -118,13 +118,15 @@ def test_padding(dlrm, dtype, pad) -> None:
     assert dlrm.call.aligned_row == (width_of(dense, embeddings, pad) * dtype.itemsize % 16 == 0)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 4, 13, 40])
+@pytest.mark.parametrize("batch", [1, 2, 3, 13, 40, 110])
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
 def test_samples_of_a_warp(dlrm, num_sms, batch) -> None:
     """None, one or several, which go round through the stages."""
     dlrm.num_sms = num_sms
-    for count, columns in ((27, 128), (4, 8), (40, 256)):
+    shapes = ((27, 128, 1), (27, 16, 2), (4, 8, 2), (1, 8, 2), (40, 128, 1))
+    for count, columns, stages in shapes:
         check(dlrm, *vectors(batch, count, columns, torch.bfloat16))
+        assert dlrm.call.stages == stages
     if num_sms == 132:
         assert dlrm.call.threads == 32  # few samples: all SMs get some
         assert dlrm.call.blocks == batch
@@ -171,18 +173,18 @@ def test_strides(dlrm, dtype) -> None:
 @every_dtype
 def test_what_is_not_finite_stays_in_its_sample(dlrm, dtype, value) -> None:
     # So many that a warp comes back to the stage in which it had the sample.
-    dense, embeddings = vectors(50, 20, 96, dtype)
+    dense, embeddings = vectors(80, 20, 48, dtype)
     embeddings[3, 2, 7] = value
     width = width_of(dense, embeddings)
     output = dlrm.dot_interaction(dense, embeddings, False, width)
     expected = ops.dot_interaction(in_double(dense), in_double(embeddings), False, width)
     torch.testing.assert_close(output, expected.to(dtype), rtol=0, atol=0, equal_nan=True)
-    grad = torch.ones(50, width, dtype=dtype)
-    grad[8, 96] = value  # of the product of the dense vector and the next
+    grad = torch.ones(80, width, dtype=dtype)
+    grad[8, 48] = value  # of the product of the dense vector and the next
     gradients = dlrm.dot_interaction_backward(grad, dense, embeddings, False)
     for gradient in gradients:
         is_finite = gradient.isfinite().flatten(1).all(1)
-        assert is_finite.tolist() == [sample not in (3, 8) for sample in range(50)]
+        assert is_finite.tolist() == [sample not in (3, 8) for sample in range(80)]
 
 
 @every_dtype

@@ -18,7 +18,7 @@ Run = Callable[..., Tensor]
 
 @pytest.fixture(scope="module")
 def toys(build_library: Callable[..., Path]) -> ctypes.CDLL:
-    stems = ("threads", "shared_memory", "clusters", "mailboxes", "run")
+    stems = ("threads", "shared_memory", "clusters", "mailboxes", "grids", "run")
     return ctypes.CDLL(str(build_library(*(HERE / "toys" / f"{stem}.cu" for stem in stems))))
 
 
@@ -98,6 +98,7 @@ RESULTS = {
     "mail_to_both": (WARPS[0] + 100 * WARPS[1]).repeat(2),
     "mailboxes_in_turns": SWAPPED + 5,
     "one_mailbox_with_barriers": SWAPPED + 5,
+    "exchange_through_memory": SWAPPED,
 }
 
 
@@ -164,6 +165,7 @@ ERRORS = {
     "has_static_mailbox": r"has a mailbox or a slot outside of its dynamic shared memory",
     "sends_misaligned_mail": r"has a mailbox or a slot that is not aligned",
     "overwrites_a_mailbox": r"uses a mailbox that has been overwritten",
+    "polls_in_vain": r"thread \(9, 0, 0\) polls memory that nobody writes any more",
     "overwrites_a_mailbox_at_last": r"the threads overwrote a mailbox in block",
 }
 
@@ -192,6 +194,7 @@ def test_errors_are_found_and_the_next_kernel_runs(run: Run, kernel: str, descen
         "reads_mail_before_waiting",
         "takes_a_barrier_for_mail",
         "overwrites_unread_mail",
+        "reads_another_block_too_early",
     ],
 )
 def test_races_depend_on_the_order(run: Run, kernel: str) -> None:

@@ -190,6 +190,22 @@ def test_packed(emulator: Emulator, dtype: torch.dtype, shape: tuple[int, ...]) 
         gradient = emulator.packed_backward("relu", grad, gate_up)
         expected = reference_gradients("act_mul", "relu", grad, (gate, up), (0, 1))
         assert_exact("packed gradient", gradient, torch.cat(expected, dim=-1))
+        for kept in (grad, layouts.pitched(grad)):
+            both = emulator.packed_recompute("relu", kept, gate_up)
+            assert torch.equal(both[0], gradient)
+            assert torch.equal(both[1], output)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_that_are_made_again(
+    emulator: Emulator, activation: str, dtype: torch.dtype
+) -> None:
+    gate_up, grad = 2 * torch.randn(11, 80, dtype=dtype), torch.randn(11, 40, dtype=dtype)
+    gradient, output = emulator.packed_recompute(activation, grad, gate_up)
+    assert torch.equal(gradient, emulator.packed_backward(activation, grad, gate_up))
+    expected = reference("act_mul", activation, *gate_up.chunk(2, dim=-1))
+    assert_rounded_once("output", output, expected, expected.abs())
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------

@@ -125,6 +125,17 @@ def test_a_second_pair_of_factors(linear: LinearActEmulator, rank: int, k_is_inn
     assert_rounded("y", y, z, magnitude=1 + z.abs().max().item())
 
 
+@pytest.mark.parametrize("k", [72, 200, 456])
+def test_halves_of_a_packed_gradient(linear: LinearActEmulator, k: int) -> None:
+    """As a gated MLP has its gradient of x: the second pair is as wide as the first."""
+    linear.num_sms = 2
+    packed, weights, _ = operands(300, 264, 2 * k, torch.bfloat16)
+    first, second = (half.T.contiguous().T for half in weights.chunk(2, dim=-1))
+    (y,) = linear.linear_act(packed[:, :k], first, None, "none", extra=(packed[:, k:], second))
+    z = packed.double() @ weights.double().T
+    assert_rounded("y", y, z, magnitude=1 + z.abs().max().item())
+
+
 @pytest.mark.parametrize("k", [320, 456, 640])
 def test_warpgroups_that_skip_each_others_rounds(linear: LinearActEmulator, k: int) -> None:
     """Tiles that fill the ring of stages, or more: a warpgroup does not see all of its rounds."""
@@ -273,3 +284,18 @@ def test_gradients_one_by_one(linear: LinearActEmulator) -> None:
     (dweight,) = linear.backward(dy, saved, x, None, saves=Saves.DERIVATIVE, bias=False)
     assert torch.equal(dx, all_three[0])
     assert torch.equal(dweight, all_three[1])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("k", [1, 13, 256, 264])
+def test_dot_rows(linear: LinearActEmulator, dtype: torch.dtype, k: int) -> None:
+    """Rows that fill no warp's share, in vectors and not, stored by rows and by columns."""
+    for m in (1, 33, 130):
+        x, weight, bias = operands(m, 1, k, dtype)
+        residual = torch.randn(m).to(dtype)
+        z = x.double() @ weight[0].double()
+        y = linear.dot(x, weight[0], bias, None)
+        assert_rounded("y", y, z + bias.double())
+        apart = torch.stack([weight[0], -weight[0]], 1)[:, 0]
+        y = linear.dot(x.T.contiguous().T, apart, None, residual)
+        assert_rounded("y", y, z + residual.double())

@@ -24,6 +24,7 @@ enum class Wait {
   kMailbox,
   kBarrierObject,  // an Mbarrier
   kNamed,          // a named barrier
+  kPoll,           // memory that another block may write
   kTurn,  // the last thread to arrive at the cluster's barrier lets the others pass it first
   kEnd,
 };
@@ -76,8 +77,9 @@ struct Cluster {
 
 extern bool reversed;
 extern bool previous_kernel_runs;
-extern Cluster cluster;  // the one that runs
-extern Thread* current;  // null on the host
+extern Cluster cluster;    // the one that runs
+extern Thread* current;    // null on the host
+extern int polls_in_vain;  // since anything else happened
 
 // Back to the scheduler, until the thread's wait is over.
 void suspend(Wait wait, int line);

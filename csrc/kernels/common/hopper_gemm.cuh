@@ -1,6 +1,6 @@
 // Matrix products on Hopper: one block an SM, of which one warpgroup keeps the copy engine busy and
 // two compute, on tiles of the result until none is left. What becomes of the sums is the business
-// of an epilogue (linear_act_epilogue.cuh).
+// of an epilogue (gemm_epilogue.cuh).
 //
 // Two ways to divide the work between the computing warpgroups:
 // - together: each has half of the rows of every tile. The largest tiles, so the least traffic; but
@@ -14,6 +14,9 @@
 // a may be multiplied by something element by element on the way (gemm_scale.cuh), and summed up
 // over k. Or the products of a second pair of factors are added: a row of x and one of x @ A.T side
 // by side, without the two being anywhere in memory together (LoRA).
+//
+// b may be a pair of matrices: a tile has the same columns of the products with both, so that what
+// belongs together is in the sums of one thread (a gated MLP's gate and up).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,81 +24,16 @@
 #include <cstdint>
 
 #include "cluster.cuh"
+#include "gemm_loads.cuh"
 #include "gemm_scale.cuh"
+#include "gemm_stages.cuh"
 #include "hopper_gemm.h"
 #include "launch.h"
 #include "mbarrier.cuh"
-#include "shared.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
 namespace fusedcuda {
-
-constexpr int kGemmThreads = 3 * kWarpgroup;
-constexpr int kOnesColumns = 8;
-
-struct GemmFactors {
-  TensorMap a, b;
-  TensorMap scale;             // what a is multiplied by
-  TensorMap extra_a, extra_b;  // the second pair
-};
-
-// Dynamic shared memory of a kernel. Each computing warpgroup has buffers for what it stores and
-// room for the bias of a tile (no product with a scaled factor has one).
-template <typename Gemm>
-class GemmShared {
- public:
-  static constexpr int kOnesBytes = Gemm::kIsScaled ? kOnesColumns * kSwizzleBytes : 0;
-  static constexpr int kAStages = Gemm::kNumStages * Gemm::kStageBytes;
-  static constexpr int kBuffers = kAStages + Gemm::kNumAStages * Gemm::kAStageBytes;
-  static constexpr int kOnes = kBuffers + 2 * Gemm::kBuffersBytes;
-  static constexpr int kBias = kOnes + kOnesBytes;
-  static constexpr int kBiasBytes =
-      Gemm::kIsScaled ? 0 : 2 * Gemm::kTileColumns * static_cast<int>(sizeof(float));
-  static constexpr int kStages = kBias + kBiasBytes;
-  static constexpr int kBytes = kStages + static_cast<int>(sizeof(typename Gemm::Stages));
-  static_assert(kBytes <= kGemmSharedBytes);
-
-  __device__ __forceinline__ unsigned char* stage(int stage) const {
-    return base_ + stage * Gemm::kStageBytes;
-  }
-  __device__ __forceinline__ unsigned char* a_stage(int stage) const {
-    return base_ + kAStages + stage * Gemm::kAStageBytes;
-  }
-  __device__ __forceinline__ unsigned char* buffers(int warpgroup) const {
-    return base_ + kBuffers + warpgroup * Gemm::kBuffersBytes;
-  }
-  // A factor of eight rows whose elements are all 1.
-  __device__ __forceinline__ unsigned char* ones() const { return base_ + kOnes; }
-  __device__ __forceinline__ float* bias(int warpgroup) const {
-    return reinterpret_cast<float*>(base_ + kBias) + warpgroup * Gemm::kTileColumns;
-  }
-  __device__ __forceinline__ typename Gemm::Stages* stages() const {
-    return reinterpret_cast<typename Gemm::Stages*>(base_ + kStages);
-  }
-
- private:
-  unsigned char* base_ = static_cast<unsigned char*>(dynamic_shared());
-};
-
-// A place in a ring of stages, and how often it has been around.
-template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void advance(int stages) {
-    const int to = stage + stages;
-    parity ^= static_cast<unsigned>(to / kStages) & 1;
-    stage = to % kStages;
-  }
-};
 
 // What a kernel is compiled for. kRows: of a tile for each computing warpgroup. kBuffers: of a
 // warpgroup's epilogue, of 64 x 64 elements each.
@@ -103,17 +41,24 @@ struct RingPosition {
 // A scaled a and what scales it have stages of their own, kAStages: they are free again as soon as
 // they are in registers, long before the products are over, and with those of b there would be room
 // for three stages of which one is on its way.
+//
+// Of a pair of b, kColumns / 2 each are in a tile: sums[i] of the first belongs to
+// sums[kSums / 2 + i] of the second.
 template <typename T, int kRows, int kColumns, bool kInTurns, int kCluster, int kStages,
           bool kAKInner, bool kBKInner, GemmScale kScale = GemmScale::kNone, int kBuffers = 2,
-          int kAStages = 0>
+          int kAStages = 0, bool kBIsPair = false>
 struct HopperGemm {
   using Element = T;
   static_assert(sizeof(T) == 2);
   static_assert(kRows == 64 || kRows == 128);
   static_assert(kCluster == 1 || kCluster == 2 || kCluster == 4);
+  static_assert(!kBIsPair || kBKInner);
+  using Factors = std::conditional_t<kBIsPair, PairedGemmFactors, GemmFactors>;
   static constexpr int kWarpgroupRows = kRows;
   static constexpr int kTileRows = kInTurns ? kRows : 2 * kRows;
   static constexpr int kTileColumns = kColumns;
+  static constexpr bool kAIsKInner = kAKInner, kBIsKInner = kBKInner;
+  static constexpr int kResultColumns = kBIsPair ? kColumns / 2 : kColumns;  // of a tile
   static constexpr bool kTakesTurns = kInTurns;
   static constexpr int kClusterBlocks = kCluster;
   static constexpr int kHalves = kRows / kWgmmaRows;  // of what a warpgroup has of a tile
@@ -123,6 +68,9 @@ struct HopperGemm {
 
   static constexpr int kABytes = kTileRows * kSwizzleBytes;
   static constexpr int kBBytes = kTileColumns * kSwizzleBytes;
+  // Columns of b, k inner, that are copied at once: a block's share, and of one matrix.
+  static constexpr int kBShare = kTileColumns / kCluster;
+  static constexpr int kBBoxRows = kBShare < kResultColumns ? kBShare : kResultColumns;
   // A box of bits has 16 bytes a row; with rows inner those are all rows of a tile.
   static_assert(kScale != GemmScale::kMask || kAKInner || kTileRows == 8 * kByteBoxColumns);
   static constexpr int kMaskBytes = (kAKInner ? kTileRows : kGemmK) * kByteBoxColumns;
@@ -179,7 +127,7 @@ struct HopperGemm {
   // as the engine wants them.)
 
   // Both factors, or b if a is scaled.
-  static __device__ __forceinline__ void load(const GemmFactors& factors,
+  static __device__ __forceinline__ void load(const Factors& factors,
                                               const GemmShared<HopperGemm>& shared,
                                               const GemmTiles& tiling) {
     Stages* const stages = shared.stages();
@@ -195,13 +143,19 @@ struct HopperGemm {
       if (!is_elected_lane()) return;
       full->arrive_and_expect(kStageBytes);
       if constexpr (!kIsScaled)
-        load_a(is_extra ? factors.extra_a : factors.a, stage, full, first_row(tile, rank), k);
-      load_b(is_extra ? factors.extra_b : factors.b, stage + kBOffset, full,
-             tile.column * kTileColumns, k, rank);
+        gemm::load_a<HopperGemm>(is_extra ? factors.extra_a : factors.a, stage, full,
+                                 first_row(tile, rank), k);
+      const int column = tile.column * kResultColumns;
+      if constexpr (kBIsPair) {
+        gemm::load_pair<HopperGemm>(factors, stage + kBOffset, full, column, k, rank);
+      } else {
+        gemm::load_b<HopperGemm>(is_extra ? factors.extra_b : factors.b, stage + kBOffset, full,
+                                 column, k, rank);
+      }
     });
   }
 
-  static __device__ __forceinline__ void load_scaled_a(const GemmFactors& factors,
+  static __device__ __forceinline__ void load_scaled_a(const Factors& factors,
                                                        const GemmShared<HopperGemm>& shared,
                                                        const GemmTiles& tiling) {
     Stages* const stages = shared.stages();
@@ -215,9 +169,9 @@ struct HopperGemm {
       at.advance();
       if (!is_elected_lane()) return;
       full->arrive_and_expect(kAStageBytes);
-      load_a(factors.a, stage, full, row, k);
+      gemm::load_a<HopperGemm>(factors.a, stage, full, row, k);
       if constexpr (kScale == GemmScale::kElements) {
-        load_a(factors.scale, stage + kABytes, full, row, k);
+        gemm::load_a<HopperGemm>(factors.scale, stage + kABytes, full, row, k);
       } else {
         // (The copy engine takes boxes that begin at a multiple of 16 bytes.)
         load_box(&factors.scale, stage + kABytes, full, kAKInner ? row : k,
@@ -410,119 +364,6 @@ struct HopperGemm {
       multiply_fragments<T>(by, fragments);
     }
   }
-
-  static __device__ __forceinline__ void load_a(const TensorMap& map, unsigned char* shared,
-                                                Mbarrier* full, int row, int k) {
-    if constexpr (kAKInner) {
-      load_box(&map, shared, full, row, k);
-    } else {
-#pragma unroll
-      for (int r = 0; r < kTileRows; r += kGemmK)
-        load_box(&map, shared + r * kSwizzleBytes, full, k, row + r);
-    }
-  }
-
-  // This block's share; of a rows-inner factor that is a part of the k, because 64 columns of b are
-  // the least that can be copied.
-  static __device__ __forceinline__ void load_b(const TensorMap& map, unsigned char* shared,
-                                                Mbarrier* full, int column, int k, unsigned rank) {
-    constexpr unsigned kAll = (1u << kCluster) - 1;
-    if constexpr (kBKInner) {
-      constexpr int kShare = kTileColumns / kCluster;
-      const int first = static_cast<int>(rank) * kShare;
-      load_shared(map, shared + first * kSwizzleBytes, full, column + first, k, kAll);
-    } else {
-      constexpr int kShare = kGemmK / kCluster;
-      const int first = static_cast<int>(rank) * kShare;
-#pragma unroll
-      for (int c = 0; c < kTileColumns; c += kGemmK)
-        load_shared(map, shared + c * kSwizzleBytes + first * kSwizzleBytes, full, k + first,
-                    column + c, kAll);
-    }
-  }
-
-  static __device__ __forceinline__ void load_shared(const TensorMap& map, unsigned char* shared,
-                                                     Mbarrier* full, int row, int column,
-                                                     unsigned blocks) {
-    if constexpr (kCluster == 1) {
-      load_box(&map, shared, full, row, column);
-    } else {
-      load_box_to_blocks(&map, shared, full, row, column, blocks);
-    }
-  }
 };
-
-// The body of a kernel: sets up the stages and gives every warpgroup its part. A computing
-// warpgroup makes an Epilogue(params, warpgroup, shared), and for every tile, with the place in the
-// result of what the warpgroup has of it, calls
-//   epilogue.prepare(column);                    // before the products
-//   epilogue.finish(&sums, row, column, split);  // behind them; may change them
-// Epilogue::kSumsRows: whether it wants the sums of a's rows; with the first column of tiles it
-// gets
-//   epilogue.store_row_sums(sums, row, split);
-template <typename Gemm, typename Epilogue>
-__device__ __forceinline__ void run_gemm(const GemmFactors& factors, const GemmTiles& tiling,
-                                         const typename Epilogue::Params& params) {
-  const GemmShared<Gemm> shared;
-  typename Gemm::Stages* const stages = shared.stages();
-  // -1: the producer. (By a shuffle, so that the compiler knows it to be the same for the warp.)
-  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0) - 1;
-  if (threadIdx.x == 0) {
-    prefetch_tensor_map(&factors.a);
-    prefetch_tensor_map(&factors.b);
-    stages->init();
-    Mbarrier::fence_init();
-  }
-  if (Epilogue::kSumsRows && warpgroup < 0) {
-    auto* const ones = reinterpret_cast<uint32_t*>(shared.ones());
-    for (int i = static_cast<int>(threadIdx.x); i < kOnesColumns * kSwizzleBytes / 4;
-         i += kWarpgroup)
-      ones[i] = pack_pair<typename Gemm::Element>(1.0f, 1.0f);
-    fence_shared_for_copies();  // the tensor cores read as the copy engine does
-  }
-  cluster_arrive();
-  cluster_wait();
-  wait_for_previous_kernel();
-  if (warpgroup < 0) {
-    give_registers<40>();
-    if (threadIdx.x / kWarpSize == 0) Gemm::load(factors, shared, tiling);
-    if constexpr (Gemm::kIsScaled) {
-      if (threadIdx.x / kWarpSize == 1) Gemm::load_scaled_a(factors, shared, tiling);
-    }
-    __syncwarp();  // the barrier below is one of whole warps
-  } else {
-    take_registers<232>();
-    typename Gemm::Position at;
-    Epilogue epilogue(params, warpgroup, shared);
-    const unsigned rank = Gemm::kClusterBlocks == 1 ? 0 : cluster_rank();
-    int turn = 0, own_tiles = 0;
-    for (int index = Gemm::first_tile(); index < tiling.count; index += Gemm::tile_step()) {
-      const GemmTile tile = tiling.at(index);
-      const int first_block = tiling.first_block(tile.split);
-      const int end = tiling.end_block(tile.split);
-      if (Gemm::kTakesTurns && turn++ % 2 != warpgroup) {
-        at.main.advance(end - first_block);
-        continue;
-      }
-      const int first = Gemm::kTakesTurns ? 0 : warpgroup * Gemm::kWarpgroupRows;
-      const int row = Gemm::first_row(tile, rank) + first;
-      const int column = tile.column * Gemm::kTileColumns;
-      typename Gemm::Sums sums;
-      epilogue.prepare(column);
-      const int own_tile = own_tiles++;
-      if (Epilogue::kSumsRows && column == 0) {
-        Gemm::template multiply<true>(shared, own_tile, first_block, end, warpgroup, &at, &sums);
-        epilogue.store_row_sums(sums, row, tile.split);
-      } else {
-        Gemm::template multiply<false>(shared, own_tile, first_block, end, warpgroup, &at, &sums);
-      }
-      epilogue.finish(&sums, row, column, tile.split);
-    }
-    if (threadIdx.x % kWarpgroup == 0) wait_for_stores();
-  }
-  // No block may end while the other one still sends to it or reads from it.
-  cluster_arrive();
-  cluster_wait();
-}
 
 }  // namespace fusedcuda

@@ -67,9 +67,10 @@ cudaError_t describe_device(void (*kernel)(Params...), DeviceTraits* traits) {
 }
 
 struct LaunchOptions {
-  bool dependent = false;   // may start early: the kernel calls wait_for_previous_kernel()
-  int cluster = 1;          // blocks along x that form a cluster (cluster.cuh); divides grid.x
-  size_t shared_bytes = 0;  // of dynamic shared memory (shared.cuh)
+  bool dependent = false;    // may start early: the kernel calls wait_for_previous_kernel()
+  int cluster = 1;           // blocks along x that form a cluster (cluster.cuh); divides grid.x
+  size_t shared_bytes = 0;   // of dynamic shared memory (shared.cuh)
+  bool cooperative = false;  // all blocks run at the same time, or the launch is an error
 };
 
 // A kernel gets 48 KB of shared memory unless it is allowed more. Some of it may be static.
@@ -114,7 +115,7 @@ cudaError_t allow_cluster(void (*kernel)(Params...), int cluster) {
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, const LaunchOptions& options,
                    cudaStream_t stream, const Args&... args) {
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
@@ -125,6 +126,11 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, const Launc
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (options.cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
   }
   if (options.cluster > 1) attributes[config.numAttrs++] = cluster_attribute(options.cluster);
   cudaError_t status = allow_cluster(kernel, options.cluster);

@@ -19,6 +19,23 @@ __device__ __forceinline__ void* dynamic_shared() {
 #endif
 }
 
+// Parts of the dynamic shared memory, one behind the other.
+class SharedMemory {
+ public:
+  __device__ SharedMemory() : next_(static_cast<unsigned char*>(dynamic_shared())) {}
+
+  // `bytes`: a multiple of 16.
+  __device__ void* take(int bytes) {
+    void* part = next_;
+    next_ += bytes;
+    return part;
+  }
+  __device__ void* rest() const { return next_; }
+
+ private:
+  unsigned char* next_;
+};
+
 #ifndef FUSEDCUDA_EMULATION
 
 // An address in the block's shared memory, as PTX names it.

@@ -80,6 +80,9 @@ void copy_async(void* shared, const void* global, size_t size);
 void copy_async_commit();
 void copy_async_wait(unsigned pending);
 
+// What is at an address, once all that happens without it has happened.
+unsigned poll(const unsigned* address);
+
 unsigned cluster_rank();
 unsigned cluster_size();
 void cluster_arrive();
@@ -99,6 +102,7 @@ void mbarrier_wait(uint64_t* state, unsigned parity);
 void named_barrier(int id, int threads);
 void load_box(const void* map, void* shared, uint64_t* barrier, int row, int column,
               unsigned blocks);
+void load_bulk(void* shared, const void* global, unsigned bytes, uint64_t* barrier);
 void store_box(const void* map, const void* shared, int row, int column);
 void fence_shared_for_copies();
 void commit_stores();
@@ -236,6 +240,7 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
+  cudaErrorCooperativeLaunchTooLarge = 720,
   cudaErrorInvalidClusterSize = 912,
 };
 using cudaStream_t = void*;
@@ -281,12 +286,14 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute at
 }
 
 enum cudaLaunchAttributeID {
+  cudaLaunchAttributeCooperative = 2,
   cudaLaunchAttributeClusterDimension = 4,
   cudaLaunchAttributeProgrammaticStreamSerialization = 6,
 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   union {
+    int cooperative;
     uint3 clusterDim;
     int programmaticStreamSerializationAllowed;
   } val;

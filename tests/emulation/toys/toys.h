@@ -14,5 +14,5 @@ struct Toy {
   fusedcuda::LaunchOptions options;
 };
 
-// TOY(kernel, cluster, shared_bytes): all of them are dependent launches.
+// TOY(kernel, cluster, shared_bytes, cooperative = false): all of them are dependent launches.
 #define TOY(name, ...) const Toy name##_toy(#name, name, {true, __VA_ARGS__})

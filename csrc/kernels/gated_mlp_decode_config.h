@@ -1,0 +1,106 @@
+// Whether a gated MLP of few rows is one launch, and how its blocks divide the weights. Pure host
+// functions without CUDA calls.
+#pragma once
+
+#include <cstdint>
+
+#include "common/gemm_config.h"
+#include "common/iteration.h"
+#include "gated_mlp_decode.h"
+
+namespace fusedcuda {
+
+constexpr int kDecodeMostRows = 64;  // of x
+constexpr int kDecodeTileRows = 16;  // of weights
+constexpr int kDecodePairs = 8;      // a row of w_gate and one of w_up each: half a tile
+constexpr int kDecodeColumns = 8;    // rows of x that a product of a warp has
+constexpr int kDecodeConsumers = 8;  // warps that multiply
+// Two warpgroups that multiply, and one of three other warps, which gives them its registers.
+constexpr int kDecodeThreads = (kDecodeConsumers + 4) * 32;
+// Values of k that a warp has of every row in one step: 16 bytes a lane, for two products of 16.
+constexpr int kDecodeStepK = 32;
+// Steps of a warp in a stage of the ring, which is 16 rows of 512 values, 1 KB each: so long are
+// the copies. bench/tuning/gated_mlp_decode_configs.cu times others.
+constexpr int kDecodeSteps = 2;
+
+// A block keeps x, and later a part of h, in the registers of the warps that multiply: 128 of each
+// thread. So these are the most values of k, or columns of w_down, that 8 rows of x go with; 16
+// rows go with half as many.
+constexpr int kDecodeFragments = 32;  // of 16 bytes a thread
+constexpr int kDecodeMostColumns = kDecodeConsumers * kDecodeStepK * kDecodeFragments;  // 8192
+
+namespace decode {
+
+// Between rows in shared memory. Eight lanes load 16 bytes each at a time, from two rows: these are
+// in all banks when the second row is 64 bytes further than a multiple of 128.
+constexpr int row_pitch(int stage_columns) { return stage_columns * 2 + 64; }
+constexpr int stage_columns(int steps) { return kDecodeConsumers * kDecodeStepK * steps; }
+constexpr int stage_bytes(int steps) { return kDecodeTileRows * row_pitch(stage_columns(steps)); }
+
+// Sums of a tile that a warp has: a float4 of each thread and 8 rows of x.
+constexpr int kSumBytes = 32 * 16;
+constexpr int kSumBuffers = 2;  // one is filled while the other one is finished
+
+constexpr int kBarrierBytes = 8;
+// 32 KB have to be on their way on each SM to keep the memory busy (4.25 TB/s for a microsecond),
+// and as much again is multiplied or waits; with a shorter ring the launch is not worth it.
+constexpr int kFewestStages = 4;
+
+inline int column_tiles_of(int m) {
+  return static_cast<int>(next_power_of_two(ceil_div(m, kDecodeColumns)));
+}
+
+// Lays out shared memory with as many stages as it holds, if any.
+inline void lay_out(int steps, size_t limit, GatedMlpDecodeConfig* config) {
+  const int64_t of_tile = int64_t{kSumBytes} * config->column_tiles;
+  const int64_t sums = kSumBuffers * kDecodeConsumers * of_tile;
+  const int64_t totals = config->down_tiles * of_tile;
+  const int64_t barriers = 2 * kSumBuffers + config->passes;
+  const int64_t left = static_cast<int64_t>(limit) - sums - totals - kBarrierBytes * barriers;
+  config->stages = static_cast<int>(left / (stage_bytes(steps) + 2 * kBarrierBytes));
+  if (config->stages <= 0) return;
+  config->sums_offset = config->stages * stage_bytes(steps);
+  config->totals_offset = config->sums_offset + static_cast<int>(sums);
+  config->barriers_offset = config->totals_offset + static_cast<int>(totals);
+  config->shared_bytes = config->barriers_offset + kBarrierBytes * (2 * config->stages + barriers);
+}
+
+inline GatedMlpDecodeConfig choose(const GatedMlpDecodeParams& p, int steps,
+                                   const DeviceTraits& device) {
+  GatedMlpDecodeConfig config;
+  config.column_tiles = column_tiles_of(p.m);
+  config.blocks = device.num_sms;
+  config.rounds = static_cast<int>(ceil_div(p.f, int64_t{kDecodePairs} * config.blocks));
+  // The last counter is for the blocks that are through with the others.
+  config.rounds_counted = static_cast<int>(ceil_div(config.rounds, kDecodeCounters - 1));
+  const int most_columns = kDecodeMostColumns / config.column_tiles;
+  const int of_stage = stage_columns(steps);
+  config.passes = static_cast<int>(ceil_div(p.f, most_columns));
+  config.pass_columns =
+      static_cast<int>(ceil_div(ceil_div(p.f, config.passes), of_stage)) * of_stage;
+  config.down_tiles = static_cast<int>(ceil_div(ceil_div(p.n, config.blocks), kDecodeTileRows));
+  lay_out(steps, device.shared_bytes_of_block, &config);
+  return config;
+}
+
+}  // namespace decode
+
+inline GatedMlpDecodeConfig choose_gated_mlp_decode_config(const GatedMlpDecodeParams& params,
+                                                           const DeviceTraits& device) {
+  return decode::choose(params, kDecodeSteps, device);
+}
+
+inline bool gated_mlp_decode_can_run(const GatedMlpDecodeParams& p, const DeviceTraits& device) {
+  if (!device.wgmma) return false;  // nor registers that pass from warp to warp: not Hopper
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return false;
+  if (p.m < 1 || p.m > kDecodeMostRows || p.k < 1 || p.f < 1 || p.n < 1) return false;
+  // Copies are of whole pieces of 16 bytes.
+  if (p.k % 8 != 0 || p.f % 8 != 0) return false;
+  for (const GemmMatrix& matrix : {p.x, p.w_gate, p.w_up, p.w_down}) {
+    if (!gemm::can_be_boxed(matrix.data, matrix.stride, p.dtype)) return false;
+  }
+  if (p.k > kDecodeMostColumns / decode::column_tiles_of(p.m)) return false;
+  return choose_gated_mlp_decode_config(p, device).stages >= decode::kFewestStages;
+}
+
+}  // namespace fusedcuda
