@@ -172,8 +172,11 @@ def parser(program: str, description: str | None = None) -> argparse.ArgumentPar
     parser.add_argument("--rounds", type=int, help="interleaved rounds (5, with --quick 3)")
     parser.add_argument("--budget", type=float, metavar="SECONDS",
                         help="after which no case is started")  # fmt: skip
-    parser.add_argument("--missing", action="store_true",
-                        help="only what the CSV in --out has no time of; the rest stays")
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="only what the CSV in --out has no time of; the rest stays",
+    )
     parser.add_argument("--report", action="store_true",
                         help="no measuring: tables and plots from the CSV in --out")  # fmt: skip
     return parser

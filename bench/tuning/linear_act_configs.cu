@@ -63,14 +63,18 @@ void forward(const Lt& lt, int64_t m, int64_t n, int64_t k, Activation activatio
   auto no_error = [] { return 0.0f; };
   contenders.push_back({"cublasLt", [&] { reference.run(0); }, no_error, {}});
   contenders.push_back({"cublasLt best", [&, best] { reference.run(best); }, no_error, {}});
-  auto named = [&](auto gemm, const char* name) {
-    add<decltype(gemm)>(name, p, device, 8, expected, &contenders);
+  auto named = [&](auto gemm, const char* name, int group = 8) {
+    add<decltype(gemm)>(name, p, device, group, expected, &contenders);
   };
   constexpr auto kNone = GemmScale::kNone;
   named(HopperGemm<T, 128, 128, true, 2, 6, true, true>(), "turns 128x128 2");
-  named(HopperGemm<T, 128, 128, true, 2, 5, true, true, kNone, 4>(), "turns 128x128 2 buffers 4");
+  for (int group : {2, 4, 8, 16, 32}) {
+    named(HopperGemm<T, 128, 128, true, 2, 5, true, true, kNone, 4>(), "turns 128x128 2 buffers 4",
+          group);
+  }
   named(HopperGemm<T, 128, 128, true, 1, 5, true, true, kNone, 4>(), "turns 128x128 1 buffers 4");
-  named(HopperGemm<T, 128, 192, true, 2, 4, true, true>(), "turns 128x192 2");
+  for (int group : {8, 16})
+    named(HopperGemm<T, 128, 192, true, 2, 4, true, true>(), "turns 128x192 2", group);
   named(HopperGemm<T, 64, 256, true, 2, 4, true, true, kNone, 4>(), "turns 64x256 2 buffers 4");
   named(HopperGemm<T, 64, 256, false, 1, 4, true, true>(), "together 128x256 1");
   named(HopperGemm<T, 64, 256, false, 2, 4, true, true>(), "together 128x256 2");

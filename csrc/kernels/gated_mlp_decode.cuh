@@ -16,7 +16,7 @@
 // in global memory how far they are; the launch is cooperative, so all of them run.
 //
 // Warps of a block have a job each:
-//   producer   starts the copies of 16 rows of weights, 1 KB of each, into a stage of the ring
+//   producers  start the copies of 16 rows of weights, 1 KB of each, into a stage of the ring
 //   consumers  multiply a stage, each an eighth of its columns, and keep the sums of 16 rows
 //   finisher   adds up the eight sums of a tile: h = act(gate) * up and its counter, or y
 //   watcher    waits until other blocks have counted, and lets the consumers read h
@@ -56,8 +56,6 @@ class Block {
       : p_(p), c_(c), share_(p), shared_(c), counters_(counters) {}
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) shared_.init_barriers();
-    __syncthreads();
     wait_for_previous_kernel();
     // By a shuffle, so that the compiler knows it to be the same for the warp.
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpSize, 0);
@@ -67,17 +65,25 @@ class Block {
       return;
     }
     give_registers<40>();
-    if (warp == kDecodeConsumers) Producer<T, kSteps>(p_, c_, share_, shared_).run();
-    if (warp == kDecodeConsumers + 1) finish();
-    if (warp == kDecodeConsumers + 2) watch();
+    if (threadIdx.x == kDecodeConsumers * kWarpSize) shared_.init_barriers();
+    start();
+    if (warp == kDecodeConsumers) Producer<T, kSteps, false>(p_, c_, share_, shared_).run();
+    if (warp == kDecodeConsumers + 1) Producer<T, kSteps, true>(p_, c_, share_, shared_).run();
+    if (warp == kDecodeConsumers + 2) finish();
+    if (warp == kDecodeConsumers + 3) watch();
   }
 
  private:
+  // Behind it there are barriers in shared memory. Consumers have asked for x by then: it would wait
+  // behind all weights that the producers ask for.
+  static __device__ __forceinline__ void start() { named_barrier(1, kDecodeThreads); }
+
   // --- Consumers: 8 warps
 
   __device__ __forceinline__ void consume(int warp) const {
     Consumer<T, kColumnTiles, kSteps> consumer(p_.m, warp, c_, shared_);
     consumer.load(p_.x, {0, p_.k});
+    start();
     for (int round = 0; round < c_.rounds; ++round) {
       if (share_.pairs(round).count > 0) consumer.multiply_tile(p_.k);
     }

@@ -47,6 +47,7 @@ struct GatedMlpDecodeConfig {
   int pass_columns = 0;
   int down_tiles = 0;  // of w_down, the most of a block
   int stages = 0;      // of the ring through which the weights go
+  int under_way = 0;   // of those, the most whose copies are started and not there yet
   int sums_offset = 0, totals_offset = 0, barriers_offset = 0;  // in shared memory, behind the ring
   size_t shared_bytes = 0;
 };

@@ -2,6 +2,7 @@
 // functions without CUDA calls.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/gemm_config.h"
@@ -15,7 +16,8 @@ constexpr int kDecodeTileRows = 16;  // of weights
 constexpr int kDecodePairs = 8;      // a row of w_gate and one of w_up each: half a tile
 constexpr int kDecodeColumns = 8;    // rows of x that a product of a warp has
 constexpr int kDecodeConsumers = 8;  // warps that multiply
-// Two warpgroups that multiply, and one of three other warps, which gives them its registers.
+constexpr int kDecodeProducers = 2;  // warps that start copies, each of half a tile
+// Two warpgroups that multiply, and one of four other warps, which gives them its registers.
 constexpr int kDecodeThreads = (kDecodeConsumers + 4) * 32;
 // Values of k that a warp has of every row in one step: 16 bytes a lane, for two products of 16.
 constexpr int kDecodeStepK = 32;
@@ -45,6 +47,10 @@ constexpr int kBarrierBytes = 8;
 // 32 KB have to be on their way on each SM to keep the memory busy (4.25 TB/s for a microsecond),
 // and as much again is multiplied or waits; with a shorter ring the launch is not worth it.
 constexpr int kFewestStages = 4;
+// Whatever is under way is in a queue before the memory, and what the blocks tell each other has to
+// wait behind it: 80 KB of each SM are 2.5 us. So a ring has room for more than is asked for at a
+// time, for the time when nobody multiplies.
+constexpr int kBytesUnderWay = 80 << 10;
 
 inline int column_tiles_of(int m) {
   return static_cast<int>(next_power_of_two(ceil_div(m, kDecodeColumns)));
@@ -59,6 +65,8 @@ inline void lay_out(int steps, size_t limit, GatedMlpDecodeConfig* config) {
   const int64_t left = static_cast<int64_t>(limit) - sums - totals - kBarrierBytes * barriers;
   config->stages = static_cast<int>(left / (stage_bytes(steps) + 2 * kBarrierBytes));
   if (config->stages <= 0) return;
+  const int filled = kDecodeTileRows * stage_columns(steps) * 2;
+  config->under_way = std::min(config->stages, std::max(kBytesUnderWay / filled, 1));
   config->sums_offset = config->stages * stage_bytes(steps);
   config->totals_offset = config->sums_offset + static_cast<int>(sums);
   config->barriers_offset = config->totals_offset + static_cast<int>(totals);
@@ -75,7 +83,9 @@ inline GatedMlpDecodeConfig choose(const GatedMlpDecodeParams& p, int steps,
   config.rounds_counted = static_cast<int>(ceil_div(config.rounds, kDecodeCounters - 1));
   const int most_columns = kDecodeMostColumns / config.column_tiles;
   const int of_stage = stage_columns(steps);
-  config.passes = static_cast<int>(ceil_div(p.f, most_columns));
+  // At least two: the first one has work for the time in which the end of h is made.
+  const int fewest_passes = config.rounds > 2 ? 2 : 1;
+  config.passes = std::max(static_cast<int>(ceil_div(p.f, most_columns)), fewest_passes);
   config.pass_columns =
       static_cast<int>(ceil_div(ceil_div(p.f, config.passes), of_stage)) * of_stage;
   config.down_tiles = static_cast<int>(ceil_div(ceil_div(p.n, config.blocks), kDecodeTileRows));

@@ -53,7 +53,7 @@ class Consumer {
 
   // The sums of the next tile of weights, which has `count` columns, for the finisher.
   __device__ __forceinline__ void multiply_tile(int count) {
-    float sums[kColumnTiles][4] = {};
+    float sums[kChains][kColumnTiles][4] = {};
     const int own_columns = count - first_column();
 #pragma unroll
     for (int stage = 0; stage < kMostStages; ++stage) {
@@ -75,8 +75,9 @@ class Consumer {
 #pragma unroll
         for (int tile = 0; tile < kColumnTiles; ++tile) {
           const uint4& x = columns_[stage][step][tile];
-          multiply_tiles<T>(sums[tile], {upper.x, lower.x, upper.y, lower.y}, {x.x, x.y});
-          multiply_tiles<T>(sums[tile], {upper.z, lower.z, upper.w, lower.w}, {x.z, x.w});
+          multiply_tiles<T>(sums[0][tile], {upper.x, lower.x, upper.y, lower.y}, {x.x, x.y});
+          multiply_tiles<T>(sums[kChains - 1][tile], {upper.z, lower.z, upper.w, lower.w},
+                            {x.z, x.w});
         }
       }
       __syncwarp();
@@ -87,7 +88,9 @@ class Consumer {
     buffers_.wait_until_emptied(handover);
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; ++tile) {
-      const float* const s = sums[tile];
+      float* const s = sums[0][tile];
+#pragma unroll
+      for (int i = 0; kChains > 1 && i < 4; ++i) s[i] += sums[kChains - 1][tile][i];
       shared_.sums(buffers_.place(), warp_, tile)[lane_] = make_float4(s[0], s[1], s[2], s[3]);
     }
     handover->filled.arrive();
@@ -98,6 +101,8 @@ class Consumer {
   static constexpr int kStageColumns = BlockMemory<kSteps>::kStageColumns;
   static constexpr int kPitch = BlockMemory<kSteps>::kPitch;
   static constexpr int kMostStages = kDecodeFragments / kColumnTiles / kSteps;  // of a tile
+  // Products that wait for each other's sums. Two chains, where there are few columns to turn to.
+  static constexpr int kChains = kColumnTiles <= 2 ? 2 : 1;
 
   // The columns that a lane has in a step begin at those of its first one and so many more.
   static __device__ __forceinline__ constexpr int offset_of(int stage, int step) {

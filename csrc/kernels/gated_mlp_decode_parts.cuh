@@ -30,7 +30,9 @@ class Share {
   // equal part, maybe none.
   __device__ __forceinline__ Rows pairs(int round) const {
     const int of_round = kDecodePairs * static_cast<int>(gridDim.x), first = round * of_round;
-    const Rows part = part_of(min(of_round, p_.f - first));
+    if (of_round <= p_.f - first)  // no division, then
+      return {first + kDecodePairs * static_cast<int>(blockIdx.x), kDecodePairs};
+    const Rows part = part_of(p_.f - first);
     return {first + part.first, part.count};
   }
 
@@ -118,7 +120,7 @@ class BlockMemory {
 
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < c_.stages; ++i) {
-      stage_handover(i)->filled.init(1);
+      stage_handover(i)->filled.init(kDecodeProducers);
       stage_handover(i)->emptied.init(kDecodeConsumers);
     }
     // (All lanes arrive: racecheck does not see that one does it for its warp.)
