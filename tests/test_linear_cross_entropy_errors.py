@@ -90,7 +90,7 @@ def test_products_into_what_does_not_fit(device):
     bias = torch.zeros(3, device=device)
     for error, words, output, more in (
         (ValueError, r"output .*\(2, 3\).*\(3, 2\)", torch.zeros(3, 2), {}),
-        (TypeError, "output .*float32.*float64", torch.zeros(2, 3).double(), {}),
+        (TypeError, "output .*float32", torch.zeros(2, 3).double(), {}),
         (ValueError, "bias .*not added to", torch.zeros(2, 3), {"bias": bias, "adds": True}),
     ):
         with pytest.raises((error, RuntimeError), match=f"^linear_act_product_: {words}"):

@@ -1,5 +1,6 @@
 """How linear_cross_entropy chooses its chunks, and the formula of its memory."""
 
+import gc
 import math
 
 import pytest
@@ -149,6 +150,7 @@ def test_rows_of_logits_begin_at_multiples_of_16_bytes():
 
 
 def peak_memory(function) -> int:
+    gc.collect()  # what goes now is not in the difference
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -182,4 +184,6 @@ def test_the_peak_is_that_of_the_formula(wrt, reduction, chunk, accumulate):
     used = rows if chunk == "auto" else chunk  # with all the memory of the card
     forward_alone = call._replace(mask=0).peak_bytes(used)
     expected = max(call.peak_bytes(used), forward_alone)
-    assert expected <= peak_memory(step) <= expected + (1 << 20)
+    # torch's allocator hands out up to 1 MiB more than it is asked for: of the logits and of the
+    # gradients of x and weight. (And there is what there is one of a row.)
+    assert expected <= peak_memory(step) <= expected + (3 << 20) + 64 * rows

@@ -11,8 +11,8 @@ from bench.tuning.inputs import new
 # name: {text in csrc: what takes its place}
 VARIANTS: dict[str, dict[str, str]] = {
     "as committed": {},
-    "one stage": {"kMostDotStages = 2;": "kMostDotStages = 1;"},
-    "three stages": {"kMostDotStages = 2;": "kMostDotStages = 3;"},
+    "two stages": {"kDotStages = 1;": "kDotStages = 2;"},
+    "three stages": {"kDotStages = 1;": "kDotStages = 3;"},
     "more registers": {"kFewTilesBlocks = 6;": "kFewTilesBlocks = 5;"},
     "eight rows of the head": {"kBceRows = 4;": "kBceRows = 8;"},
     "more blocks of the head": {"kBceBlocksOfSm = 3;": "kBceBlocksOfSm = 4;"},

@@ -7,14 +7,19 @@
 // a call, TB/s of the weights that it reads, and the largest error of y as a part of the largest y.
 // The calls go through as many copies of the weights as do not fit into the L2.
 //
-//   chosen             as the package launches it
-//   h alone, y alone   of the sums, with next to nothing of the others
-//   copies alone       the weights go through the ring, and nobody multiplies them
-//   stages N           a ring of so many
-//   copies of N bytes  instead of 1 KB
-//   not cooperative    all blocks run even so, as nothing else does
-//   dependent          it may start before the last one ends, if a cooperative launch may
-//   blocks N           instead of one on each SM
+//   chosen                as the package launches it
+//   N KB under way        copies that are started and not there yet, of each block; all: the ring
+//   copies of 2048 bytes  instead of 1 KB
+//   counted each round    by the blocks that have made their part of h, not once or twice
+//   stages N              a ring of so many
+//   passes N              over the rows of w_down
+//   copies alone          the weights go through the ring, and nobody multiplies them
+//   h alone, y alone      of the sums, with next to nothing of the others
+//   dependent             it may start before the last one ends, if a cooperative launch may
+//   blocks N              instead of one on each SM
+//
+// Under it, of one launch, when a consumer of each block was how far: the median of the blocks in
+// microseconds from the first one's start, and the last block.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -25,7 +30,7 @@
 #include <string>
 #include <vector>
 
-#include "gated_mlp_decode.cuh"
+#include "gated_mlp_decode_marks.cuh"
 
 using namespace fusedcuda;
 using T = __nv_bfloat16;
@@ -82,53 +87,6 @@ __global__ void simple_y(GatedMlpDecodeParams p) {
   static_cast<T*>(p.y)[row * p.n + column] = __float2bfloat16_rn(dot(h, weights, p.f));
 }
 
-// The ring alone: what is copied is given back at once.
-template <int kSteps>
-__global__ void __launch_bounds__(kDecodeThreads, 1)
-    copies_alone(const __grid_constant__ GatedMlpDecodeParams p,
-                 const __grid_constant__ GatedMlpDecodeConfig c, const DecodeCounters) {
-  using namespace decode;
-  const Share share(p);
-  const BlockMemory<kSteps> shared(c);
-  if (threadIdx.x == 0) shared.init_barriers();
-  __syncthreads();
-  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpSize, 0);
-  if (warp == kDecodeConsumers) Producer<T, kSteps>(p, c, share, shared).run();
-  if (warp >= kDecodeConsumers) return;
-  constexpr int kStageColumns = BlockMemory<kSteps>::kStageColumns;
-  const auto stages_of = [](int columns) { return (columns + kStageColumns - 1) / kStageColumns; };
-  int64_t stages = 0;
-  for (int round = 0; round < c.rounds; ++round)
-    stages += share.pairs(round).count > 0 ? stages_of(p.k) : 0;
-  for (int pass = 0; pass < c.passes; ++pass)
-    stages += share.down_tiles() * stages_of(columns_of(pass, p, c).count);
-  Turn turn(c.stages);
-  for (int64_t i = 0; i < stages; ++i) {
-    Handover* const handover = shared.stage_handover(turn.place());
-    turn.wait_until_filled(handover);
-    hand_over(&handover->emptied, static_cast<int>(threadIdx.x) % kWarpSize);
-    turn.next();
-  }
-}
-
-// The kernel itself, and when its blocks start and end.
-struct Span {
-  unsigned long long start, end;
-};
-__device__ unsigned long long nanoseconds() {
-  unsigned long long time;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
-  return time;
-}
-template <int kColumnTiles>
-__global__ void __launch_bounds__(kDecodeThreads, 1)
-    timed_kernel(const __grid_constant__ GatedMlpDecodeParams p,
-                 const __grid_constant__ GatedMlpDecodeConfig c, Span* spans) {
-  if (threadIdx.x == 0) spans[blockIdx.x].start = nanoseconds();
-  decode::Block<T, kColumnTiles, kDecodeSteps>(p, c, decode_counters[0]).run();
-  atomicMax(&spans[blockIdx.x].end, nanoseconds());
-}
-
 // --------------------------------------------------------------------------------------------------
 // Contenders
 // --------------------------------------------------------------------------------------------------
@@ -165,6 +123,7 @@ class Race {
     y_ = random_values(int64_t{m} * k, 79, 1);
     expected_ = random_values(int64_t{m} * k, 80, 1);
     CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    CHECK(cudaDeviceSynchronize());
   }
 
   ~Race() {
@@ -195,6 +154,17 @@ class Race {
       decode::lay_out(kDecodeSteps, device_.shared_bytes_of_block - less, &config);
     return config;
   }
+  GatedMlpDecodeConfig with_passes(int passes) const {
+    GatedMlpDecodeConfig config = chosen();
+    decode::divide_columns(p_.f, passes, kDecodeSteps, &config);
+    config.rounds_counted = static_cast<int>(ceil_div(config.rounds, config.passes));
+    decode::lay_out(kDecodeSteps, device_.shared_bytes_of_block, &config);
+    return config;
+  }
+  static GatedMlpDecodeConfig with_under_way(GatedMlpDecodeConfig config, int stages) {
+    config.under_way = std::min(stages, config.stages);
+    return config;
+  }
 
   // `change`: of the parameters; the configuration is of those.
   template <typename Kernel>
@@ -216,29 +186,46 @@ class Race {
   }
 
   template <int kSteps>
-  void add_copies(const char* name) {
+  void add_copies(int bytes) {
     const GatedMlpDecodeConfig config = decode::choose(params(0), kSteps, device_);
-    add(name, all_bytes(), true, decode::kernel_for<T, kSteps>(config.column_tiles), config);
+    const std::string of = " of " + std::to_string(bytes) + " bytes";
+    add("copies alone" + of, all_bytes(), false, copies_alone<T, kSteps>, config);
+    add("copies alone" + of + ", all", all_bytes(), false, copies_alone<T, kSteps>,
+        with_under_way(config, config.stages));
+    if constexpr (kSteps == kDecodeSteps) return;
+    const auto kernel = decode::kernel_for<T, kSteps>(config.column_tiles);
+    add("copies" + of, all_bytes(), true, kernel, config);
+    add("copies" + of + ", one more", all_bytes(), true, kernel,
+        with_under_way(config, config.under_way + 1));
   }
 
   void add_all() {
     const GatedMlpDecodeConfig config = chosen();
     const auto kernel = decode::kernel_for<T, kDecodeSteps>(config.column_tiles);
     add("chosen", all_bytes(), true, kernel, config);
+    for (int stages : {3, 4, 6, 8}) {
+      add(std::to_string(stages * 16) + " KB under way", all_bytes(), true, kernel,
+          with_under_way(config, stages));
+    }
+    GatedMlpDecodeConfig counted = config;
+    counted.rounds_counted = static_cast<int>(ceil_div(config.rounds, kDecodeCounters - 1));
+    add("counted each round", all_bytes(), true, kernel, counted);
+    add("all under way", all_bytes(), true, kernel, with_under_way(config, config.stages));
+    add_copies<kDecodeSteps>(1024);
+    add_copies<4>(2048);
+    for (int stages : {6, 8}) {
+      add("stages " + std::to_string(stages), all_bytes(), true, kernel, with_stages(stages));
+    }
+    const int most_columns = kDecodeMostColumns / config.column_tiles;
+    for (int passes : {1, config.passes * 2}) {
+      if (passes != config.passes && p_.f <= most_columns * passes)
+        add("passes " + std::to_string(passes), all_bytes(), true, kernel, with_passes(passes));
+    }
     const auto h_alone = [](GatedMlpDecodeParams* p) { p->n = 1; };
     const auto y_alone = [](GatedMlpDecodeParams* p) { p->k = 8; };
     add("h alone", all_bytes() / 3 * 2, false, kernel, config, true, false, h_alone);
     add("y alone", all_bytes() / 3, false, kernel, config, true, false, y_alone);
-    add("copies alone", all_bytes(), false, copies_alone<kDecodeSteps>, config);
-    for (int stages : {4, 6, 8, 10}) {
-      if (stages < config.stages)
-        add("stages " + std::to_string(stages), all_bytes(), true, kernel, with_stages(stages));
-    }
-    add_copies<1>("copies of 512 bytes");
-    add_copies<4>("copies of 2048 bytes");
-    add("not cooperative", all_bytes(), true, kernel, config, false);
     add("dependent", all_bytes(), true, kernel, config, true, true);
-    add("dependent, not cooperative", all_bytes(), true, kernel, config, false, true);
     DeviceTraits fewer = device_;
     fewer.num_sms = device_.num_sms / 8 * 8;
     add("blocks " + std::to_string(fewer.num_sms), all_bytes(), true, kernel,
@@ -255,6 +242,7 @@ class Race {
     CHECK(cudaStreamSynchronize(stream_));
     std::vector<float> errors;
     for (Contender& contender : contenders_) {
+      CHECK(cudaMemsetAsync(h_, 0xff, int64_t{p.m} * p.f * sizeof(T), stream_));
       CHECK(cudaMemsetAsync(y_, 0xff, int64_t{p.m} * p.n * sizeof(T), stream_));
       const cudaError_t status = contender.run(0, stream_);
       errors.push_back(status == cudaSuccess ? error() : NAN);
@@ -262,7 +250,7 @@ class Race {
         capture(&contender);
       } else {
         cudaGetLastError();
-        std::printf("  %-28s refused: %s\n", contender.name.c_str(), cudaGetErrorString(status));
+        std::printf("  %-34s refused: %s\n", contender.name.c_str(), cudaGetErrorString(status));
       }
     }
     for (int round = 0; round < kRounds; ++round) {
@@ -275,13 +263,13 @@ class Race {
       if (c.graph == nullptr) continue;
       std::sort(c.times.begin(), c.times.end());
       const double us = c.times[kRounds / 2];
-      std::printf("  %-28s %8.2f us (%7.2f to %7.2f) %6.2f TB/s", c.name.c_str(), us,
+      std::printf("  %-34s %8.2f us (%7.2f to %7.2f) %6.2f TB/s", c.name.c_str(), us,
                   c.times.front(), c.times.back(), c.bytes / us * 1e-6);
       std::printf(c.has_all ? "   error %.4f\n" : "\n", errors[i]);
       CHECK(cudaGraphExecDestroy(c.graph));
     }
-    if (chosen().column_tiles == 1) print_spans(timed_kernel<1>);
-    if (chosen().column_tiles == 2) print_spans(timed_kernel<2>);
+    if (chosen().column_tiles == 1) print_marks(marked_kernel<T, 1>);
+    if (chosen().column_tiles == 2) print_marks(marked_kernel<T, 2>);
   }
 
  private:
@@ -294,8 +282,9 @@ class Race {
     float largest = 0, error = 0;
     for (int64_t i = 0; i < count; ++i) {
       const float a = __bfloat162float(y[i]), b = __bfloat162float(expected[i]);
+      if (std::isnan(a)) return NAN;
       largest = std::max(largest, std::fabs(b));
-      error = std::fabs(a - b) <= error ? error : std::fabs(a - b);  // a NaN stays
+      error = std::max(error, std::fabs(a - b));
     }
     return error / largest;
   }
@@ -325,35 +314,36 @@ class Race {
     return ms * 1e3 / kCallsOfGraph;
   }
 
-  // When the blocks of the last of three launches started and ended.
+  // Of the last of three launches.
   template <typename Kernel>
-  void print_spans(Kernel kernel) const {
+  void print_marks(Kernel kernel) const {
     const GatedMlpDecodeConfig config = chosen();
-    Span* spans;
-    CHECK(cudaMalloc(&spans, config.blocks * sizeof(Span)));
+    Marks* marks;
+    CHECK(cudaMalloc(&marks, config.blocks * sizeof(Marks)));
     LaunchOptions options;
     options.cooperative = true;
     options.shared_bytes = config.shared_bytes;
     for (int i = 0; i < 3; ++i) {
-      CHECK(cudaMemsetAsync(spans, 0, config.blocks * sizeof(Span), stream_));
+      CHECK(cudaMemsetAsync(marks, 0, config.blocks * sizeof(Marks), stream_));
       CHECK(launch(kernel, dim3(config.blocks), dim3(kDecodeThreads), options, stream_, params(i),
-                   config, spans));
+                   config, marks));
     }
     CHECK(cudaStreamSynchronize(stream_));
-    std::vector<Span> found(config.blocks);
-    CHECK(cudaMemcpy(found.data(), spans, found.size() * sizeof(Span), cudaMemcpyDeviceToHost));
-    CHECK(cudaFree(spans));
-    std::vector<double> starts, ends;
-    const auto earlier = [](const Span& a, const Span& b) { return a.start < b.start; };
-    const unsigned long long first = std::min_element(found.begin(), found.end(), earlier)->start;
-    for (const Span& span : found) {
-      starts.push_back((span.start - first) * 1e-3);
-      ends.push_back((span.end - first) * 1e-3);
+    std::vector<Marks> found(config.blocks);
+    CHECK(cudaMemcpy(found.data(), marks, found.size() * sizeof(Marks), cudaMemcpyDeviceToHost));
+    CHECK(cudaFree(marks));
+    unsigned long long first = found[0].at[kStart];
+    for (const Marks& block : found) first = std::min(first, block.at[kStart]);
+    for (int mark = 0; mark < kMarks; ++mark) {
+      std::vector<double> times;
+      for (const Marks& block : found) {
+        if (block.at[mark] != 0) times.push_back((block.at[mark] - first) * 1e-3);
+      }
+      if (times.empty()) continue;  // a single part is the last one
+      std::sort(times.begin(), times.end());
+      std::printf("    %-26s %7.1f %7.1f\n", kMarkNames[mark], times[times.size() / 2],
+                  times.back());
     }
-    std::sort(starts.begin(), starts.end());
-    std::sort(ends.begin(), ends.end());
-    std::printf("  blocks start in %.1f us, end at %.1f (first), %.1f (median), %.1f us (last)\n",
-                starts.back(), ends.front(), ends[ends.size() / 2], ends.back());
   }
 
   DeviceTraits device_;

@@ -109,13 +109,14 @@ class GatedMlpDecode {
   // What run() launches, as JSON.
   std::string plan(const DeviceTraits& device) const {
     const GatedMlpDecodeConfig config = choose_gated_mlp_decode_config(params_, device);
-    return concat(
-        "{\"op\": \"", kOp, "\", \"m\": ", params_.m, ", \"k\": ", params_.k,
-        ", \"f\": ", params_.f, ", \"n\": ", params_.n,
-        ", \"kernel\": \"gated_mlp_decode_kernel_sm90\", \"threads\": ", kDecodeThreads,
-        ", \"blocks\": ", config.blocks, ", \"rows\": ", config.column_tiles * kDecodeColumns,
-        ", \"rounds\": ", config.rounds, ", \"passes\": ", config.passes,
-        ", \"stages\": ", config.stages, ", \"shared_bytes\": ", config.shared_bytes, "}");
+    return concat("{\"op\": \"", kOp, "\", \"m\": ", params_.m, ", \"k\": ", params_.k,
+                  ", \"f\": ", params_.f, ", \"n\": ", params_.n,
+                  ", \"kernel\": \"gated_mlp_decode_kernel_sm90\", \"threads\": ", kDecodeThreads,
+                  ", \"blocks\": ", config.blocks,
+                  ", \"rows\": ", config.column_tiles * kDecodeColumns,
+                  ", \"rounds\": ", config.rounds, ", \"passes\": ", config.passes,
+                  ", \"stages\": ", config.stages, ", \"under_way\": ", config.under_way,
+                  ", \"shared_bytes\": ", config.shared_bytes, "}");
   }
 
  private:

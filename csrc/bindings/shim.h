@@ -90,13 +90,15 @@ struct View {
   // A 0-d CPU tensor goes with tensors of any device: its value travels in the launch parameters.
   bool is_number() const { return dim == 0 && on_cpu(); }
 
+  // As torch has it: a tensor without elements is.
   bool is_contiguous() const {
+    bool matches = true;
     int64_t stride = 1;
     for (int64_t d = dim - 1; d >= 0; --d) {
-      if (sizes[d] != 1 && strides[d] != stride) return false;
+      matches = matches && (sizes[d] == 1 || strides[d] == stride);
       stride *= sizes[d];
     }
-    return true;
+    return matches || stride == 0;
   }
 };
 

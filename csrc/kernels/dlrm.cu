@@ -39,17 +39,14 @@ cudaError_t launch_dot(void (*kernel)(Params...), const DotConfig& config, cudaS
                 stream, args...);
 }
 
-// f(tiles, stages, aligned), three integral constants: the kernels that dlrm_config.h chooses from.
+// f(tiles, aligned), two integral constants: the kernels that dlrm_config.h chooses from.
 template <typename F>
 cudaError_t with_shape(const DotConfig& config, F f) {
   constexpr std::integral_constant<int, kFewDotTiles> few;
   constexpr std::integral_constant<int, kManyDotTiles> many;
-  constexpr std::integral_constant<int, 1> one;
-  constexpr std::integral_constant<int, kMostDotStages> most;
   if (config.tiles == many)
-    return config.aligned ? f(many, one, std::true_type()) : f(many, one, std::false_type());
-  if (!config.aligned) return f(few, one, std::false_type());
-  return config.stages == one ? f(few, one, std::true_type()) : f(few, most, std::true_type());
+    return config.aligned ? f(many, std::true_type()) : f(many, std::false_type());
+  return config.aligned ? f(few, std::true_type()) : f(few, std::false_type());
 }
 
 DotSteps steps_of(const DotVectors& p, int64_t row_stride, const DotConfig& config) {
@@ -60,9 +57,9 @@ DotSteps steps_of(const DotVectors& p, int64_t row_stride, const DotConfig& conf
 template <typename T>
 cudaError_t interact(const DotParams& p, const DotConfig& config, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    return with_shape(config, [&](auto tiles, auto stages, auto aligned) {
-      return launch_dot(dot_interaction_kernel<T, tiles(), stages(), aligned()>, config, stream, p,
-                        steps_of(p, p.width, config), config.aligned_row);
+    return with_shape(config, [&](auto tiles, auto aligned) {
+      return launch_dot(dot_interaction_kernel<T, tiles(), kDotStages, aligned()>, config, stream,
+                        p, steps_of(p, p.width, config), config.aligned_row);
     });
   } else {
     return launch_dot(config.aligned ? dot_interaction_threads_kernel<T, true>
@@ -74,9 +71,9 @@ cudaError_t interact(const DotParams& p, const DotConfig& config, cudaStream_t s
 template <typename T>
 cudaError_t interact_bwd(const DotBwdParams& p, const DotConfig& config, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    return with_shape(config, [&](auto tiles, auto stages, auto aligned) {
-      return launch_dot(dot_interaction_bwd_kernel<T, tiles(), stages(), aligned()>, config, stream,
-                        p, steps_of(p, p.grad_stride, config), config.aligned_row);
+    return with_shape(config, [&](auto tiles, auto aligned) {
+      return launch_dot(dot_interaction_bwd_kernel<T, tiles(), kDotStages, aligned()>, config,
+                        stream, p, steps_of(p, p.grad_stride, config), config.aligned_row);
     });
   } else {
     return launch_dot(config.aligned ? dot_interaction_bwd_threads_kernel<T, true>

@@ -53,18 +53,9 @@ inline DotResidency choose_residency(const DotLayout& layout, int tiles, bool is
 inline void choose_warps(const DotVectors& p, bool is_backward, const DeviceTraits& device,
                          DotConfig* config) {
   config->tiles = p.vectors <= 16 * kFewDotTiles ? kFewDotTiles : kManyDotTiles;
-  config->stages = 1;
-  DotResidency residency =
-      choose_residency(DotLayout(p, config->tiles, 1), config->tiles, is_backward, device);
-  if (config->tiles == kFewDotTiles && config->aligned) {
-    // A stage more where it costs no warps.
-    const DotResidency other = choose_residency(DotLayout(p, config->tiles, kMostDotStages),
-                                                config->tiles, is_backward, device);
-    if (other.warps() == residency.warps()) {
-      config->stages = kMostDotStages;
-      residency = other;
-    }
-  }
+  config->stages = kDotStages;
+  const DotResidency residency =
+      choose_residency(DotLayout(p, config->tiles, kDotStages), config->tiles, is_backward, device);
   // Of few samples all SMs have some.
   int64_t warps = residency.warps_of_block;
   while (warps > 1 && ceil_div(p.batch, warps) < device.num_sms) warps /= 2;

@@ -24,15 +24,12 @@ inline bool gated_product_can_run(const GatedProductParams& p, const DeviceTrait
   return gemm::can_run(p.dtype, p.m, p.f, p.k, device) && factors_fit && results_fit;
 }
 
-// H200, bench/tuning/gated_mlp_configs.cu, bf16: with groups of 2, 8 and 32 rows of clusters
-// 8192 x 14336 x 4096 takes 2713, 2896 and 3197 us, with weights that the L2 does not hold; where
-// it does, 2048 x 8192 x 2048, they make no difference (201, 198, 198). Tiles of 128 x 96 (2747
-// with groups of 16), of both warpgroups together (2807) and single blocks (2903) lost.
+// Tiles of 128 x 96 (2747 us instead of 2713 at 8192 x 14336 x 4096), of both warpgroups together
+// (2807) and single blocks (2903) lost (H200, bench/tuning/gated_mlp_configs.cu).
 inline GemmConfig choose_gated_product_config(const GatedProductParams& params,
                                               const DeviceTraits& device) {
-  constexpr int64_t kL2Bytes = int64_t{60} << 20;
   GemmConfig config;
-  config.group = 4 * params.f * params.k > 2 * kL2Bytes ? 2 : 8;
+  config.group = gemm::group_for(2 * params.f * params.k * size_of(params.dtype));
   config.tile_rows = gated_mlp::kTileRows;
   config.tile_columns = gated_mlp::kTileColumns;
   gemm::set_blocks(params.m, params.f, device, &config);

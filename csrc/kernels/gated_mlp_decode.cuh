@@ -6,8 +6,9 @@
 // at copy speed. Three products and an elementwise kernel stop the memory at every end: the last
 // blocks run alone, the next kernel starts, its first bytes take a microsecond. So this is one
 // launch with a block on each SM, through whose ring in shared memory the weights go without a
-// stop: 200 KB are asked for ahead, also over the border between h and y, because weights depend
-// on nothing.
+// stop, also over the border between h and y, because weights depend on nothing. 80 KB are under
+// way at a time: what is more only makes everything else wait, which goes the same way. The ring
+// has room for 190 KB, so that the copies go on while nobody multiplies.
 //
 // What depends is h, which every block needs whole. A block takes 8 rows of w_gate and of w_up in
 // turn with all other blocks, so that h grows from its front to its end on the whole card at once,
@@ -18,7 +19,7 @@
 // Warps of a block have a job each:
 //   producers  start the copies of 16 rows of weights, 1 KB of each, into a stage of the ring
 //   consumers  multiply a stage, each an eighth of its columns, and keep the sums of 16 rows
-//   finisher   adds up the eight sums of a tile: h = act(gate) * up and its counter, or y
+//   finisher   adds up the eight sums of a tile: h = act(gate) * up, or y; counts parts of h
 //   watcher    waits until other blocks have counted, and lets the consumers read h
 // Sums are added up in an order that the shapes and the number of SMs decide.
 #pragma once
@@ -62,9 +63,14 @@ class Block {
     if (warp < kDecodeConsumers) {
       take_registers<232>();
       consume(warp);
-      return;
+    } else {
+      give_registers<40>();
+      serve(warp);
     }
-    give_registers<40>();
+  }
+
+ protected:  // for the program that times the parts
+  __device__ __forceinline__ void serve(int warp) {
     if (threadIdx.x == kDecodeConsumers * kWarpSize) shared_.init_barriers();
     start();
     if (warp == kDecodeConsumers) Producer<T, kSteps, false>(p_, c_, share_, shared_).run();
@@ -73,9 +79,8 @@ class Block {
     if (warp == kDecodeConsumers + 3) watch();
   }
 
- private:
-  // Behind it there are barriers in shared memory. Consumers have asked for x by then: it would wait
-  // behind all weights that the producers ask for.
+  // Behind it there are barriers in shared memory. Consumers have asked for x by then: it would
+  // wait behind all weights that the producers ask for.
   static __device__ __forceinline__ void start() { named_barrier(1, kDecodeThreads); }
 
   // --- Consumers: 8 warps
@@ -104,10 +109,13 @@ class Block {
     Turn buffers(kSumBuffers);
     for (int round = 0; round < c_.rounds; ++round) {
       const Rows pairs = share_.pairs(round);
+      const int counter = round / c_.rounds_counted, next = round + 1;
+      const bool counts = next == c_.rounds || next / c_.rounds_counted > counter;
       if (pairs.count > 0)
         take_sums(&buffers, [&](int tile, float4 sums) { store_hidden(pairs, tile, sums); });
+      // Not every round: it waits until the stores have gone past all weights that are under way.
       __syncwarp();
-      if (lane_ == 0) add_release(&counters_[round / c_.rounds_counted], 1);
+      if (counts && lane_ == 0) add_release(&counters_[counter], 1);
     }
     for (int pass = 0; pass < c_.passes; ++pass) {
       for (int down = 0; down < share_.down_tiles(); ++down) {
@@ -199,7 +207,7 @@ class Block {
     for (int i = 0; i < kDecodeCounters; ++i) counters_[i] = 0;
   }
 
-  // Of the blocks that have done their part of a column of h.
+  // Of the blocks that have done their part of the rounds around a column of h.
   __device__ __forceinline__ int counter_of(int column) const {
     return column / (kDecodePairs * static_cast<int>(gridDim.x)) / c_.rounds_counted;
   }
@@ -208,10 +216,8 @@ class Block {
   __device__ __forceinline__ void wait_for_counters(int first, int last) const {
     constexpr int kMostPolls = 1 << 24;  // 10 s
     const bool waits = first <= lane_ && lane_ <= last;
-    const int rounds = min(c_.rounds_counted, c_.rounds - lane_ * c_.rounds_counted);
-    const unsigned expected = gridDim.x * static_cast<unsigned>(rounds);
     for (int polls = 0;; ++polls) {
-      const bool is_there = !waits || load_acquire(&counters_[lane_]) >= expected;
+      const bool is_there = !waits || load_acquire(&counters_[lane_]) >= gridDim.x;
       if (__all_sync(0xffffffffu, is_there)) return;
       assert(polls < kMostPolls &&
              "gated_mlp_decode: the other blocks of this launch have stopped");

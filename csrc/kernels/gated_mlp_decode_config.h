@@ -56,6 +56,13 @@ inline int column_tiles_of(int m) {
   return static_cast<int>(next_power_of_two(ceil_div(m, kDecodeColumns)));
 }
 
+// Divides the columns of w_down into so many passes, or fewer, of whole stages.
+inline void divide_columns(int columns, int64_t passes, int steps, GatedMlpDecodeConfig* config) {
+  const int of_stage = stage_columns(steps);
+  config->pass_columns = static_cast<int>(ceil_div(ceil_div(columns, passes), of_stage)) * of_stage;
+  config->passes = static_cast<int>(ceil_div(columns, config->pass_columns));
+}
+
 // Lays out shared memory with as many stages as it holds, if any.
 inline void lay_out(int steps, size_t limit, GatedMlpDecodeConfig* config) {
   const int64_t of_tile = int64_t{kSumBytes} * config->column_tiles;
@@ -79,15 +86,14 @@ inline GatedMlpDecodeConfig choose(const GatedMlpDecodeParams& p, int steps,
   config.column_tiles = column_tiles_of(p.m);
   config.blocks = device.num_sms;
   config.rounds = static_cast<int>(ceil_div(p.f, int64_t{kDecodePairs} * config.blocks));
-  // The last counter is for the blocks that are through with the others.
-  config.rounds_counted = static_cast<int>(ceil_div(config.rounds, kDecodeCounters - 1));
+  // At least two passes: the first one is work for the time in which the end of h is made.
   const int most_columns = kDecodeMostColumns / config.column_tiles;
-  const int of_stage = stage_columns(steps);
-  // At least two: the first one has work for the time in which the end of h is made.
-  const int fewest_passes = config.rounds > 2 ? 2 : 1;
-  config.passes = std::max(static_cast<int>(ceil_div(p.f, most_columns)), fewest_passes);
-  config.pass_columns =
-      static_cast<int>(ceil_div(ceil_div(p.f, config.passes), of_stage)) * of_stage;
+  const int64_t fewest_passes = config.rounds > 2 ? 2 : 1;
+  divide_columns(p.f, std::max(ceil_div(p.f, most_columns), fewest_passes), steps, &config);
+  // As many counters as passes, as far as there are: to count costs the finisher microseconds. (The
+  // last counter is for the blocks that are through with the others.)
+  const int counters = std::min(config.passes, kDecodeCounters - 1);
+  config.rounds_counted = static_cast<int>(ceil_div(config.rounds, counters));
   config.down_tiles = static_cast<int>(ceil_div(ceil_div(p.n, config.blocks), kDecodeTileRows));
   lay_out(steps, device.shared_bytes_of_block, &config);
   return config;

@@ -2,8 +2,8 @@
 //
 // mma.sync with weights as its 16 rows and x, or h, as its columns, which stay in the warp's
 // registers for as many weights as there are: 128 of each thread. 8 rows of x are two instructions
-// for a kilobyte of weights. For a stage of the ring a warp has a chain of four of them, 33 clocks
-// each, and as long again to wait and load; the memory needs 900 clocks for it.
+// for a kilobyte of weights. For a stage of the ring a warp waits and loads, and has two chains of
+// two of them, 33 clocks each: 200 clocks, where the memory needs 900.
 //
 // The order of the columns in a sum is free, as long as both factors have the same: a lane loads
 // eight neighbours of a row, 16 bytes, where the tensor cores would want four times two. The first
@@ -35,8 +35,10 @@ class Consumer {
 #pragma unroll
     for (int tile = 0; tile < kColumnTiles; ++tile) {
       const int row = tile * kDecodeColumns + lane_ / 4;
-      const T* const from =
+      const int count = row < m_ ? own_columns : 0;
+      const T* from =
           static_cast<const T*>(matrix.data) + row * matrix.stride + part.first + first_column();
+      keep_in_registers(&from);
 #pragma unroll
       for (int stage = 0; stage < kMostStages; ++stage) {
 #pragma unroll
@@ -44,7 +46,7 @@ class Consumer {
           const int offset = offset_of(stage, step);
           uint4& columns = columns_[stage][step][tile];
           columns = {};
-          if (row < m_ && offset < own_columns)
+          if (offset < count)
             columns = load_of_others(reinterpret_cast<const uint4*>(from + offset));
         }
       }
@@ -107,6 +109,12 @@ class Consumer {
   // The columns that a lane has in a step begin at those of its first one and so many more.
   static __device__ __forceinline__ constexpr int offset_of(int stage, int step) {
     return stage * kStageColumns + step * kDecodeStepK;
+  }
+  // Or the compiler fetches and adds up the address for each load, one after the other.
+  static __device__ __forceinline__ void keep_in_registers(const T** address) {
+#ifndef FUSEDCUDA_EMULATION
+    asm volatile("" : "+l"(*address));
+#endif
   }
   __device__ __forceinline__ int first_column() const {
     return warp_ * kSteps * kDecodeStepK + lane_ % 4 * 8;

@@ -30,8 +30,9 @@ class Producer {
     for (int pass = 0; pass < c_.passes; ++pass) {
       for (int tile = 0; tile < share_.down_tiles(); ++tile) {
         const Rows rows = share_.down_tile(tile);
-        const Rows half = kLower ? Rows{rows.first + kDecodePairs, max(rows.count - kDecodePairs, 0)}
-                                 : Rows{rows.first, min(rows.count, kDecodePairs)};
+        const Rows half = kLower
+                              ? Rows{rows.first + kDecodePairs, max(rows.count - kDecodePairs, 0)}
+                              : Rows{rows.first, min(rows.count, kDecodePairs)};
         fetch_tile(p_.w_down, columns_of(pass, p_, c_), half);
       }
     }

@@ -44,6 +44,7 @@ inline bool hopper_can_run(const LinearActParams& p, const DeviceTraits& device)
 inline GemmConfig choose_linear_act_config(const LinearActParams& params,
                                            const DeviceTraits& device) {
   GemmConfig config;
+  config.group = gemm::group_for(params.n * params.k * size_of(params.dtype));
   config.tile_rows = linear_act::kTileRows;
   config.tile_columns = linear_act::kTileColumns;
   gemm::set_blocks(params.m, params.n, device, &config);

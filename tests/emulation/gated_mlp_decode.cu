@@ -1,4 +1,6 @@
 // A gated MLP of few rows as csrc/bindings/gated_mlp_decode.h launches it, emulated.
+#include <algorithm>
+
 #include "entry.h"
 #include "kernels/gated_mlp_decode.cuh"
 
@@ -13,7 +15,7 @@ struct Call {
   void *x, *w_gate, *w_up, *w_down, *h, *y;
   int64_t x_stride, w_gate_stride, w_up_stride, w_down_stride;
   unsigned* counters;
-  int stages;  // at most; 0: what is chosen
+  int stages, under_way;  // at most; 0: what is chosen
   // Results: what was chosen.
   int can_run, rounds, rounds_counted, passes, down_tiles;
 
@@ -47,6 +49,7 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
     GatedMlpDecodeConfig config = choose_gated_mlp_decode_config(params, device);
     for (size_t less = 0; call->stages > 0 && config.stages > call->stages; less += 1 << 10)
       decode::lay_out(kDecodeSteps, device.shared_bytes_of_block - less, &config);
+    if (call->under_way > 0) config.under_way = std::min(config.under_way, call->under_way);
     call->rounds = config.rounds;
     call->rounds_counted = config.rounds_counted;
     call->passes = config.passes;

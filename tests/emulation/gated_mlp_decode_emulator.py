@@ -17,7 +17,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "w_gate", "w_up", "w_down", "h", "y")),
         *((f"{name}_stride", ctypes.c_int64) for name in ("x", "w_gate", "w_up", "w_down")),
         ("counters", ctypes.c_void_p),
-        ("stages", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("stages", "under_way")),
         *((name, ctypes.c_int) for name in ("can_run", "rounds", "rounds_counted", "passes")),
         ("down_tiles", ctypes.c_int),
     )
@@ -28,6 +28,7 @@ class GatedMlpDecodeEmulator(Library):
 
     num_sms = 3
     stages = 0  # of the ring, at most; 0: as many as there is room for
+    under_way = 0  # of them, at most; 0: what is chosen
     slot = 0  # of the counters
     call = _Call()  # the last one, with what was chosen
 
@@ -58,6 +59,7 @@ class GatedMlpDecodeEmulator(Library):
                 **{f"{name}_stride": matrix.stride(0) for name, matrix in read.items()},
                 counters=address(counters),
                 stages=self.stages,
+                under_way=self.under_way,
             )
 
         outputs = [x.new_empty(m, f), x.new_empty(m, n)]

@@ -110,15 +110,23 @@ def test_parts_of_h(decode: GatedMlpDecodeEmulator, m: int, f: int) -> None:
     assert decode.call.down_tiles == 2
 
 
-def test_rounds_that_share_a_counter(decode: GatedMlpDecodeEmulator) -> None:
-    decode.num_sms = 2
-    check(decode, *integers(2, 16, 16 * 31 + 8, 30))
-    assert (decode.call.rounds, decode.call.rounds_counted) == (32, 3)
+@pytest.mark.parametrize(("f", "passes"), [(24, 1), (504, 1), (520, 2), (1000, 2), (3000, 2)])
+def test_the_end_of_h_has_time(decode: GatedMlpDecodeEmulator, f: int, passes: int) -> None:
+    """All columns of h fit registers, but there is a first part without the last rounds."""
+    check(decode, *integers(2, 16, f, 20))
+    assert decode.call.passes == passes
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_short_rings(decode: GatedMlpDecodeEmulator, stages: int) -> None:
-    decode.stages = stages
+def test_counters_of_rounds(decode: GatedMlpDecodeEmulator) -> None:
+    """As many as there are passes; parts of h begin and end within rounds."""
+    decode.num_sms = 7
+    check(decode, *integers(33, 16, 2600, 20))
+    assert (decode.call.passes, decode.call.rounds, decode.call.rounds_counted) == (3, 47, 16)
+
+
+@pytest.mark.parametrize(("stages", "under_way"), [(1, 1), (2, 1), (3, 2), (3, 3), (5, 3), (12, 1)])
+def test_short_rings(decode: GatedMlpDecodeEmulator, stages: int, under_way: int) -> None:
+    decode.stages, decode.under_way = stages, under_way
     check(decode, *integers(2, 1100 // 8 * 8, 104, 60))
 
 

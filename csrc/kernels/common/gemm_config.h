@@ -55,6 +55,15 @@ inline int64_t count_tiles(int64_t rows, int64_t columns, const GemmConfig& conf
          ceil_div(columns, config.tile_columns) * config.splits;
 }
 
+// Rows of clusters of tiles that are computed together, by the bytes of b. H200, microseconds of
+// groups of 2, 4, 8, 16 and 32 (bench/tuning/linear_act_configs.cu, gated_mlp_configs.cu): with
+// weights that the L2 holds, 8192 x 4096 x 4096, 395, 390, 393, 398, 438; with more, 8192 x 14336 x
+// 4096, 1368, 1378, 1418, 1457, 1627, and twice that, 2713, 2901, 2896, 2903, 3197.
+inline int group_for(int64_t bytes_of_b) {
+  constexpr int64_t kL2Bytes = int64_t{60} << 20;
+  return bytes_of_b > kL2Bytes ? 2 : 4;
+}
+
 // Clusters that run at the same time.
 inline int64_t resident_clusters(const DeviceTraits& device, const GemmConfig& config) {
   const int log2 = config.cluster == 1 ? 0 : config.cluster == 2 ? 1 : 2;
