@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -167,6 +168,8 @@ def parser(program: str, description: str | None = None) -> argparse.ArgumentPar
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--quick", action="store_true", help="the main cases, under three minutes")
     parser.add_argument("--filter", metavar="REGEX", default="", help="only cases that match")
+    parser.add_argument("--without", metavar="REGEX", default="",
+                        help="leave out the providers that match")  # fmt: skip
     parser.add_argument("--out", metavar="DIR", help="default: bench/results/<gpu>, or with "
                         "--quick or --filter build/bench/<gpu>")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="interleaved rounds (5, with --quick 3)")
@@ -184,8 +187,8 @@ def parser(program: str, description: str | None = None) -> argparse.ArgumentPar
 
 def arguments_of(options: argparse.Namespace, budget: float | None) -> list[str]:
     """The command line that says what `options` say, with this budget."""
-    values = {"filter": options.filter, "out": options.out, "rounds": options.rounds,
-              "budget": budget}  # fmt: skip
+    values = {"filter": options.filter, "without": options.without, "out": options.out,
+              "rounds": options.rounds, "budget": budget}  # fmt: skip
     flags = [f"--{name}" for name in ("quick", "missing", "report") if getattr(options, name)]
     return flags + [f"--{name}={value}" for name, value in values.items() if value]
 
@@ -198,10 +201,23 @@ def parse(family: str, arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def select(cases: Sequence[Case], options: argparse.Namespace) -> list[Case]:
-    return [
+    chosen = [
         case
         for case in cases
         if (case.quick or not options.quick) and re.search(options.filter, case.label)
+    ]
+    if not options.without:
+        return chosen
+    return [
+        replace(
+            case,
+            providers={
+                name: provider
+                for name, provider in case.providers.items()
+                if not re.search(options.without, name)
+            },
+        )
+        for case in chosen
     ]
 
 

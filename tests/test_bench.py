@@ -264,7 +264,8 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--quick", "--missing", "--filter=a b", "--rounds=4", "--out=x"]]
+    "arguments",
+    [[], ["--quick", "--missing", "--filter=a b", "--without=c", "--rounds=4", "--out=x"]],
 )
 def test_a_worker_gets_the_options_of_its_parent(arguments):
     options = harness.parse("norm", arguments)
