@@ -175,9 +175,9 @@ def tried(
 
 
 def test_the_rule():
-    assert tried(1) == tried(64) == ("decode", "concatenated", "apart")
-    assert tried(64, packed=False) == ("decode", "apart")
-    assert tried(64, saves=True) == ("concatenated", "apart")
+    assert tried(1) == tried(8) == ("decode", "concatenated", "apart")
+    assert tried(8, packed=False) == ("decode", "apart")
+    assert tried(8, saves=True) == tried(9) == ("concatenated", "apart")
     assert tried(65) == tried(256, saves=True) == ("concatenated", "apart")
     assert tried(65, packed=False) == ("apart",)
     assert tried(257) == tried(8192, saves=True) == ("fused", "apart")
@@ -190,8 +190,8 @@ def test_the_rule():
 def test_a_forced_path_is_taken_where_it_can_be(path):
     if path == "auto":
         return
-    assert tried(64)[0] == path
-    assert tried(64, saves=True)[0] == ("apart" if path == "decode" else path)
+    assert tried(16)[0] == path
+    assert tried(16, saves=True)[0] == ("apart" if path == "decode" else path)
     assert tried(257)[0] == ("apart" if path == "decode" else path)
     assert tried(257, packed=False)[0] == ("fused" if path == "fused" else "apart")
     by_products = "concatenated" if path == "concatenated" else "apart"

@@ -46,7 +46,7 @@ def composed(path: str, has_kernels: bool = True) -> Iterator[None]:
 def taken(path: str, rows: int, dtype: torch.dtype, packed: bool, saves: bool) -> str:
     """What becomes of a forced path where there are kernels."""
     possible = {
-        "decode": dtype.itemsize == 2 and rows <= cuda.DECODE_ROWS and not saves,
+        "decode": dtype.itemsize == 2 and rows <= cuda.MOST_DECODE_ROWS and not saves,
         "fused": dtype.itemsize == 2,
         "apart": True,
         "concatenated": packed,

@@ -86,7 +86,7 @@ def test_activations(activation, dtype):
 
 
 @every_half
-@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64])
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 15, 16])
 def test_rows(m, dtype):
     check(*operands(m, 1024, 3072, dtype=dtype))
 
@@ -108,9 +108,8 @@ def test_ragged_sizes(m, k, f, n):
         (8, 4096, 14336),
         (16, 4096, 14336),
         (8, 8192, 28672),
-        (32, 2048, 8192),
         (3, 5120, 27648),
-        (40, 128, 20488),  # more parts of h than there are counters
+        (12, 128, 20488),
     ],
 )
 def test_models(m, k, f):
@@ -145,8 +144,8 @@ def test_what_there_is_no_kernel_for():
         (layouts.shifted(x, 1), w_gate, w_up, w_down),
         (x, w_gate, w_up, layouts.transposed(w_down)),
         (x[:0], w_gate, w_up, w_down),
-        operands(65, 136, 136),
-        operands(17, 4096, 136),
+        operands(17, 136, 136),
+        operands(9, 4104, 136),
         tuple(t.float() for t in (x, w_gate, w_up, w_down)),
     ):
         assert ops.gated_mlp_decode(*refused, SILU) == []
@@ -164,7 +163,7 @@ def test_launches_in_a_row_give_the_same_bits():
 
 
 def test_launches_of_different_sizes_in_turns():
-    layers = [operands(m, k, 4 * k) for m, k in ((1, 256), (16, 1024), (5, 512), (64, 128))]
+    layers = [operands(m, k, 4 * k) for m, k in ((1, 256), (16, 1024), (5, 512), (16, 128))]
     expected = [decode(*given) for given in layers]
     results = [[decode(*given) for given in layers] for _ in range(50)]
     for found in results:

@@ -42,7 +42,7 @@ def test_a_block_on_each_multiprocessor_with_a_long_ring(m):
     assert plan["rounds"] == 14  # 13 of 8 rows of w_gate and of w_up each, and what is left
     assert plan["passes"] == (2 if m <= 8 else 4)
     # 40 KB have to be on their way, and what is more only fills the ring while a block waits for h.
-    assert 40 < plan["under_way"] * 16 <= 96
+    assert 40 < plan["under_way"] * 16 <= 48
     assert plan["stages"] * 16 >= 190
     assert plan["shared_bytes"] <= 227 << 10
 
@@ -52,11 +52,11 @@ def test_fewer_multiprocessors_take_more_rounds():
     assert decode(1, 2048, 8192, num_sms=66)["blocks"] == 66
 
 
-@pytest.mark.parametrize(("m", "most"), [(8, 8192), (16, 4096), (32, 2048), (64, 1024)])
+@pytest.mark.parametrize(("m", "most"), [(8, 8192), (16, 4096)])
 def test_the_most_columns_of_x_that_registers_hold(m, most):
     assert plan_text(*operands(m, most, 3072))
     assert plan_text(*operands(m, most + 8, 3072)) == ""
-    assert m == 64 or plan_text(*operands(m + 1, most, 3072)) == ""
+    assert plan_text(*operands(m + 1, most, 3072)) == ""
 
 
 def test_where_there_is_a_kernel():
@@ -68,7 +68,7 @@ def test_where_there_is_a_kernel():
         (pitched[0][:, :72], pitched[1][:, :72], w_up, pitched[2][:, :136]),
         (x[:1].expand(1, 72), w_gate, w_up, w_down),
         tuple(t.half() for t in (x, w_gate, w_up, w_down)),
-        operands(64, 8, 8, 1),
+        operands(16, 8, 8, 1),
     ):
         assert plan_text(*given)
 

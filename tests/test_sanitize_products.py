@@ -69,7 +69,7 @@ def test_gated_product(f, saves):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [3, 12, 40])
+@pytest.mark.parametrize("m", [3, 12])
 def test_gated_mlp_decode(m):
     """One launch: blocks with rows of their own and without, stages and rounds that are cut off."""
     if torch.cuda.get_device_capability() != (9, 0):

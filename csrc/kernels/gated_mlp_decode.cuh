@@ -256,16 +256,8 @@ namespace decode {
 
 template <typename T, int kSteps>
 auto kernel_for(int column_tiles) {
-  switch (column_tiles) {
-    case 1:
-      return gated_mlp_decode_kernel_sm90<T, 1, kSteps>;
-    case 2:
-      return gated_mlp_decode_kernel_sm90<T, 2, kSteps>;
-    case 4:
-      return gated_mlp_decode_kernel_sm90<T, 4, kSteps>;
-    default:
-      return gated_mlp_decode_kernel_sm90<T, 8, kSteps>;
-  }
+  return column_tiles == 1 ? gated_mlp_decode_kernel_sm90<T, 1, kSteps>
+                           : gated_mlp_decode_kernel_sm90<T, 2, kSteps>;
 }
 
 template <typename T, int kSteps>

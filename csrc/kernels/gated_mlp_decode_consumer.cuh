@@ -104,7 +104,7 @@ class Consumer {
   static constexpr int kPitch = BlockMemory<kSteps>::kPitch;
   static constexpr int kMostStages = kDecodeFragments / kColumnTiles / kSteps;  // of a tile
   // Products that wait for each other's sums. Two chains, where there are few columns to turn to.
-  static constexpr int kChains = kColumnTiles <= 2 ? 2 : 1;
+  static constexpr int kChains = 2;
 
   // The columns that a lane has in a step begin at those of its first one and so many more.
   static __device__ __forceinline__ constexpr int offset_of(int stage, int step) {

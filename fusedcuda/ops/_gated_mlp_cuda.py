@@ -20,15 +20,17 @@ _ops = torch.ops.fusedcuda
 # --------------------------------------------------------------------------------------------------
 
 # How the hidden layer comes about:
-#   decode: with the output, in one launch that reads each weight once; up to 64 rows
+#   decode: with the output, in one launch that reads each weight once; up to 16 rows
 #   fused: gate and up in one product, which multiplies them before it writes
 #   apart: a product each for gate and up, and act_mul
 #   concatenated: one product for both, and act_mul_packed; of a packed weight
 PATHS = ("auto", "decode", "fused", "apart", "concatenated")
 _chosen = "auto"
 
-# Up to so many rows all of it is one launch (what the kernel can do).
-DECODE_ROWS = 64
+# Up to so many rows all of it is one launch, and can be up to twice as many. Measured on an H200,
+# 4096 x 14336 bf16: one row 84.7 us, eight 88.1, 16 rows 95.1, where torch.compile takes 92
+# (shared/TARGETS.md), three products alone 90.
+DECODE_ROWS, MOST_DECODE_ROWS = 8, 16
 # Up to so many, one product for both weights, whose time is that of reading them; with more, the
 # kernel that multiplies gate and up before it writes. Measured on an H200, 14336 x 4096 bf16: 128
 # rows 69 us and 122 (its tiles are 256 rows high), 512 rows 189 and 183, 8192 rows 2954 and 2713.
@@ -51,7 +53,7 @@ def candidates(x: Tensor, features: int, packed: bool, saves: bool) -> tuple[str
     """
     few = x.shape[0] <= FEW_ROWS
     possible = {
-        "decode": has_kernels(x.dtype) and x.shape[0] <= DECODE_ROWS and not saves,
+        "decode": has_kernels(x.dtype) and x.shape[0] <= MOST_DECODE_ROWS and not saves,
         "fused": has_kernels(x.dtype),
         "apart": True,
         "concatenated": packed,
@@ -59,7 +61,7 @@ def candidates(x: Tensor, features: int, packed: bool, saves: bool) -> tuple[str
     if _chosen != "auto":
         wanted = [_chosen]
     else:
-        wanted = ["decode"] if few else ["fused"]
+        wanted = ["decode"] if x.shape[0] <= DECODE_ROWS else [] if few else ["fused"]
         # Gate and up apart are slow to write where the rows of up start off a 16-byte boundary.
         if few or features * x.element_size() % 16 != 0:
             wanted.append("concatenated")

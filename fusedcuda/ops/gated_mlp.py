@@ -58,7 +58,7 @@ def gated_mlp(
       is asked for needs is kept, and only these are computed. Nothing saved is written to.
       Differentiable once: a double backward raises.
     - Memory moved, in elements: forward ``M K + 2 F K + N F + M N``, and ``2 M F`` of ``h`` in
-      between (hardly any where all is one launch, of up to 64 rows without a gradient). Gate and up
+      between (hardly any where all is one launch, of up to 8 rows without a gradient). Gate and up
       add ``2 M F`` where they are saved, ``4 M F`` where they are products of their own. Backward:
       what the products read and write, and ``5 M F`` of the pass between them (``recompute``: ``6 M
       F``).
@@ -139,7 +139,7 @@ define(
     cpu=reference.gated_product,
     fake=reference.gated_product_fake,
 )
-# [y] of up to 64 rows in one launch.
+# [y] of up to 16 rows in one launch.
 define(
     FAMILY,
     "gated_mlp_decode(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, int activation) "

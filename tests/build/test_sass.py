@@ -112,7 +112,7 @@ def test_the_product_of_a_gated_mlp_is_one_loop_on_tensor_cores(kernels) -> None
 
 def test_a_gated_mlp_of_few_rows_streams_its_weights_to_tensor_cores(kernels) -> None:
     decode = [k for k in kernels if k.function == "gated_mlp_decode_kernel_sm90"]
-    assert len(decode) == 2 * 4  # types; 8, 16, 32 and 64 rows
+    assert len(decode) == 2 * 2  # types; 8 and 16 rows
     without = [k for k in decode if not (k.products and k.bulk_copies and k.loads_128)]
     assert not without, "\n" + sass.table(without)
     # Addresses in uniform registers, or one thread could not start copies as fast as they end.

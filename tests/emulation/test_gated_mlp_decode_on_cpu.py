@@ -63,7 +63,7 @@ def check(decode: GatedMlpDecodeEmulator, *operands: Tensor) -> None:
 
 
 @every_half
-@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 31, 33, 64])
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 15, 16])
 def test_rows(decode: GatedMlpDecodeEmulator, m: int, dtype: torch.dtype) -> None:
     check(decode, *integers(m, 264, 104, 40, dtype))
 
@@ -92,7 +92,7 @@ def test_blocks(decode: GatedMlpDecodeEmulator, num_sms: int) -> None:
     assert decode.call.down_tiles == -(-70 // (16 * num_sms))
 
 
-@pytest.mark.parametrize(("m", "k"), [(1, 8192), (9, 4096), (32, 2048), (64, 1024)])
+@pytest.mark.parametrize(("m", "k"), [(1, 8192), (9, 4096)])
 def test_the_most_columns_that_fit_registers(
     decode: GatedMlpDecodeEmulator, m: int, k: int
 ) -> None:
@@ -101,7 +101,7 @@ def test_the_most_columns_that_fit_registers(
     assert not decode.gated_mlp_decode(*integers(m, k + 8, 8, 8), "relu")
 
 
-@pytest.mark.parametrize(("m", "f"), [(40, 1032), (40, 3000), (20, 2056), (3, 8200)])
+@pytest.mark.parametrize(("m", "f"), [(9, 4104), (16, 4600), (3, 8200)])
 def test_parts_of_h(decode: GatedMlpDecodeEmulator, m: int, f: int) -> None:
     """More of it than fits registers: passes over the rows of w_down, whose sums are added up."""
     decode.num_sms = 4
@@ -120,8 +120,8 @@ def test_the_end_of_h_has_time(decode: GatedMlpDecodeEmulator, f: int, passes: i
 def test_counters_of_rounds(decode: GatedMlpDecodeEmulator) -> None:
     """As many as there are passes; parts of h begin and end within rounds."""
     decode.num_sms = 7
-    check(decode, *integers(33, 16, 2600, 20))
-    assert (decode.call.passes, decode.call.rounds, decode.call.rounds_counted) == (3, 47, 16)
+    check(decode, *integers(9, 16, 8600, 20))
+    assert (decode.call.passes, decode.call.rounds, decode.call.rounds_counted) == (3, 154, 52)
 
 
 @pytest.mark.parametrize(("stages", "under_way"), [(1, 1), (2, 1), (3, 2), (3, 3), (5, 3), (12, 1)])
@@ -180,7 +180,7 @@ def test_what_the_kernel_cannot_read_is_refused(decode: GatedMlpDecodeEmulator) 
             assert not decode.gated_mlp_decode(*operands, "relu")
     assert not decode.gated_mlp_decode(*integers(3, 20, 56, 40), "relu")
     assert not decode.gated_mlp_decode(*integers(3, 24, 52, 40), "relu")
-    assert not decode.gated_mlp_decode(*integers(65, 24, 56, 40), "relu")
+    assert not decode.gated_mlp_decode(*integers(17, 24, 56, 40), "relu")
     assert not decode.gated_mlp_decode(*integers(0, 24, 56, 40), "relu")
     assert not decode.gated_mlp_decode(*integers(3, 24, 56, 40, torch.float32), "relu")
 
