@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from .render import heading, microseconds, shorten_path
+from .render import OPAQUE, heading, microseconds, shorten_path
 from .result import Kernel, Report
 from .units import megabytes, signed
 
@@ -37,7 +37,7 @@ def html(report: Report) -> str:
         bytes=megabytes, signed=signed, us=microseconds, short=shorten_path, hue=_hue
     )
     template = environment.get_template("report.html.j2")
-    return template.render(report=report, heading=heading(report), **_scales(report))
+    return template.render(report=report, heading=heading(report), opaque=OPAQUE, **_scales(report))
 
 
 def _hue(kernel: Kernel) -> int:

@@ -243,7 +243,7 @@ def _extern_work(name: str, call: Call, sizes: list[Shape]) -> tuple[str, Shape,
         return "attention", query, work * 5 // 2 if "backward" in plain else work
     if plain in ("copy_",) or name.endswith("copy_"):
         return "copy", sizes[0] if sizes else (), 0
-    if name.startswith("fusedcuda::linear_act") or name == "fusedcuda::mlp_backward":
+    if name.startswith("fusedcuda::") and plain.startswith(_FUSED_MATMULS):
         return "custom", *_fused_matmul(plain, call, sizes)
     is_torch = "::" not in name or name.startswith(("aten::", "prims::", "inductor"))
     return "extern" if is_torch else "custom", max(sizes, key=prod, default=()), 0
@@ -258,19 +258,54 @@ def _convolution_flops(name: str, sizes: list[Shape], output: Shape) -> int:
     return 2 * prod(output) * prod(per_element)
 
 
+# Ops of fusedcuda that are matmuls, or mostly.
+_FUSED_MATMULS = (
+    "linear_act", "linear_cross_entropy_forward", "linear_cross_entropy_backward", "mlp_backward",
+    "lora_linear", "gated_mlp",
+)  # fmt: skip
+
+
 def _fused_matmul(plain: str, call: Call, sizes: list[Shape]) -> tuple[Shape, int]:
-    """m x n x k and the work of fusedcuda's own matmuls; a backward has up to two of them."""
+    """m x n x k and the work of fusedcuda's own matmuls; a backward has several of them. The last
+    integer of a call is the mask of the gradients that are wanted.
+    """
+    integers = [value for value in call.constants.values() if type(value) is int]
+    mask = integers[-1] if integers else 0
+    if plain.startswith("gated_mlp"):
+        return _gated_mlp(plain, mask, sizes)
     if plain == "mlp_backward":  # dy, x, w1, saved, h, w2: two matmuls in each of two layers
         (*rows, _), (hidden, k), (n, _) = sizes[0], sizes[2], sizes[-1]
         m = prod(rows)
         return (m, n, k), 4 * m * hidden * (n + k)
-    if plain == "linear_act_backward":  # dy, x, weight; the mask says which gradients are wanted
+    gradients = (mask & 3).bit_count()  # of x and of the weight: one matmul each
+    if plain.startswith("linear_cross_entropy"):  # the logits, and what is made of them
+        x, weight = sizes[:2] if plain.endswith("forward") else sizes[1:3]
+        (*rows, k), n, matmuls = x, weight[0], 1 + gradients
+    elif plain == "lora_linear_backward":  # dy, x, weight; the factors are next to nothing
+        (*rows, n), k, matmuls = sizes[0], sizes[1][-1], gradients
+    elif plain == "linear_act_backward":  # dy, x, weight
         (*rows, n), k = sizes[0], sizes[1][-1]
-        integers = [value for value in call.constants.values() if type(value) is int]
-        matmuls = (integers[-1] & 3).bit_count() if integers else 2
+        matmuls = gradients if integers else 2
     else:
         (*rows, k), n, matmuls = sizes[0], sizes[1][-2], 1
     return (prod(rows), n, k), 2 * prod(rows) * n * k * matmuls
+
+
+def _gated_mlp(plain: str, mask: int, sizes: list[Shape]) -> tuple[Shape, int]:
+    """Of x, the weight of gate and up or both of them, and w_down; a backward has dy before."""
+    if plain == "gated_mlp_backward":
+        # Only with everything given are the operands known by their places.
+        if len(sizes) < 6:
+            return (), 0
+        (*rows, n), (*_, k), *weights = sizes
+        hidden = next(shape[1] for shape in weights if len(shape) == 2 and shape[0] == n)
+        of_down = (mask & 7 > 0) + (mask & 8 > 0)
+        of_both = 2 * (mask & 1) + (mask & 2 > 0) + (mask & 4 > 0)
+    else:
+        (*rows, k), n, hidden = sizes[0], sizes[-1][0], sizes[-1][1]
+        of_down, of_both = 1, 2
+    m = prod(rows)
+    return (m, n, k), 2 * m * hidden * (of_down * n + of_both * k)
 
 
 def _shape_of(recorded: RecordedGraph, module: Module, buffer: str, seen: Shape | None) -> Shape:

@@ -21,6 +21,13 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
 
 
+# Said wherever swaps are listed.
+OPAQUE = (
+    "An op of fusedcuda counts as one kernel that reads its operands and writes its results; "
+    "fusedcuda.explain(op, ...) says what it launches."
+)
+
+
 def text(report: Report) -> str:
     return "\n\n".join([heading(report), report.verdict, *map(section_text, sections(report))])
 
@@ -151,7 +158,10 @@ def _swaps(report: Report) -> Section:
         for item in report.swaps
     ]
     how = "timed on this GPU" if any(item.measured for item in report.swaps) else "predicted"
-    lines = [f"Each alone in the compiled step, {how}; the effect is that on the whole step."]
+    lines = [
+        f"Each alone in the compiled step, {how}; the effect is that on the whole step.",
+        OPAQUE,
+    ]
     return Section("What to use", lines, columns, rows)
 
 

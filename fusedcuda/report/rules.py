@@ -101,6 +101,35 @@ def _gated(node: Any) -> Match | None:
     return None
 
 
+def _gated_mlp(node: Any) -> Match | None:
+    """linear(act(linear(x)) * linear(x)), where nothing else reads what is in between."""
+    if not (_is_plain_linear(node) and has("gated_mlp")):
+        return None
+    hidden = node.args[0]
+    if not (is_(hidden, MUL) and only_user(hidden, node)):
+        return None
+    for activated, up in operands_of(hidden):
+        name = activation_of(activated) if only_user(activated, hidden) else None
+        gate = activated.args[0] if name else None
+        if not (_is_plain_linear(gate) and only_user(gate, activated)):
+            continue
+        if not (_is_plain_linear(up) and only_user(up, hidden) and gate.args[0] is up.args[0]):
+            continue
+        weights = (gate.args[1], up.args[1])
+
+        def replace(
+            graph: fx.Graph, operands: Any = (up.args[0], weights, node.args[1], name)
+        ) -> None:
+            put(call(graph, "gated_mlp", *operands), node)
+
+        return "gated MLP", "gated_mlp", replace
+    return None
+
+
+def _is_plain_linear(node: Any) -> bool:
+    return is_(node, LINEAR) and argument(node, 2, "bias") is None
+
+
 def _linear_act(node: Any) -> Match | None:
     """act(linear(x)) where nothing else reads what is in between."""
     name = activation_of(node)
@@ -163,6 +192,34 @@ def _lora(node: Any) -> Match | None:
     return None
 
 
+def _lora_linear(node: Any) -> Match | None:
+    """linear(x) + scale * linear(linear(x)), where nothing else reads what is in between."""
+    if not (is_(node, ADD) and has("lora_linear")):
+        return None
+    for base, branch in operands_of(node):
+        if not (is_(base, LINEAR) and only_user(base, node)):
+            continue
+        if not (is_(branch, MUL) and only_user(branch, node)):
+            continue
+        for up, scale in operands_of(branch):
+            if not (isinstance(scale, int | float) and _is_plain_linear(up)):
+                continue
+            down = up.args[0]
+            if not (only_user(up, branch) and _is_plain_linear(down) and only_user(down, up)):
+                continue
+            same = {dtype_of(each) for each in (base, up, down, base.args[1], up.args[1])}
+            if down.args[0] is not base.args[0] or len(same) > 1:
+                continue
+            factors = (down.args[1], up.args[1], float(scale))
+
+            def replace(graph: fx.Graph, base: Any = base, factors: Any = factors) -> None:
+                operands = (*base.args[:2], *factors, argument(base, 2, "bias"))
+                put(call(graph, "lora_linear", *operands), node)
+
+            return "linear with LoRA", "lora_linear", replace
+    return None
+
+
 def _softmax(node: Any) -> Match | None:
     if not is_(node, SOFTMAX):
         return None
@@ -179,6 +236,37 @@ def _softmax(node: Any) -> Match | None:
 
 def _cross_entropy(node: Any) -> Match | None:
     """F.cross_entropy of classes in the last dimension; an upcast before it is not needed."""
+    found = _loss_of_rows(node)
+    if found is None:
+        return None
+    logits, target, options = found
+
+    def replace(graph: fx.Graph) -> None:
+        put(call(graph, "cross_entropy", logits, target, **options), node)
+
+    return "cross-entropy", "cross_entropy", replace
+
+
+def _linear_cross_entropy(node: Any) -> Match | None:
+    """The same of a linear layer's output that nothing else reads."""
+    found = _loss_of_rows(node)
+    if found is None or not has("linear_cross_entropy"):
+        return None
+    logits, target, options = found
+    upcast = node.args[0]
+    read_once = only_user(logits, node if logits is upcast else upcast)
+    if not (is_(logits, LINEAR) and read_once and only_user(upcast, node)) or "weight" in options:
+        return None
+    operands = (*logits.args[:2], target, argument(logits, 2, "bias"))
+
+    def replace(graph: fx.Graph) -> None:
+        put(call(graph, "linear_cross_entropy", *operands, **options), node)
+
+    return "linear with cross-entropy", "linear_cross_entropy", replace
+
+
+def _loss_of_rows(node: Any) -> tuple[Any, Any, dict[str, Any]] | None:
+    """Logits, targets and the other options of an F.cross_entropy that fusedcuda has."""
     if not is_(node, (F.cross_entropy,)):
         return None
     logits, target = node.args[0], argument(node, 1, "target")
@@ -191,12 +279,7 @@ def _cross_entropy(node: Any) -> Match | None:
         return None  # torch's loss has the dtype of the logits, fusedcuda's is float32
     positions = {"weight": 2, "ignore_index": 4, "reduction": 6, "label_smoothing": 7}
     given = {name: argument(node, position, name) for name, position in positions.items()}
-    options = {name: value for name, value in given.items() if value is not None}
-
-    def replace(graph: fx.Graph) -> None:
-        put(call(graph, "cross_entropy", logits, target, **options), node)
-
-    return "cross-entropy", "cross_entropy", replace
+    return logits, target, {name: value for name, value in given.items() if value is not None}
 
 
 def _chain(node: Any) -> Match | None:
@@ -302,6 +385,9 @@ def _table(node: Any, x: Any) -> Any:
 
 # By the name that the rule gives to what it found.
 RULES: dict[str, Rule] = {
+    "gated MLP": _gated_mlp,
+    "linear with LoRA": _lora_linear,
+    "linear with cross-entropy": _linear_cross_entropy,
     "linear with activation": _linear_act,
     "LoRA branch": _lora,
     "linear with residual": _linear_residual,

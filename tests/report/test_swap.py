@@ -57,8 +57,16 @@ CASES = {
         lambda x, w, r: r + F.linear(x, w), [(S, D), WEIGHT, (S, 3 * D)], "linear_residual",
     ),
     "LoRA branch": (
-        lambda x, w, a, b: F.linear(x, w) + 2.0 * F.linear(F.linear(x, a), b),
-        [(S, D), WEIGHT, (H, D), (3 * D, H)], "linear_residual",
+        lambda x, w, a, b, y: F.linear(x, w) + 2.0 * F.linear(F.linear(y, a), b),
+        [(S, D), WEIGHT, (H, D), (3 * D, H), (S, D)], "linear_residual",
+    ),
+    "linear with LoRA": (
+        lambda x, w, a, b, c: F.linear(x, w, c) + 2.0 * F.linear(F.linear(x, a), b),
+        [(S, D), WEIGHT, (H, D), (3 * D, H), BIAS], "lora_linear",
+    ),
+    "gated MLP": (
+        lambda x, g, u, d: F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d),
+        [(B, S, D), WEIGHT, WEIGHT, (D, 3 * D)], "gated_mlp",
     ),
     "softmax": (lambda x: F.softmax(x, dim=-1), [(S, D)], "softmax"),
     "pointwise chain": (
@@ -105,6 +113,32 @@ def test_cross_entropy_takes_the_logits_before_the_upcast(reduction):
     assert site.op == "cross_entropy"
     assert not any(node.target == "float" for node in changed.module.graph.nodes)
     torch.testing.assert_close(changed.module(*graph.inputs)[0], loss(logits, target))
+
+
+@pytest.mark.parametrize("upcast", [False, True])
+def test_a_loss_takes_the_layer_before_it(upcast):
+    dtype = torch.bfloat16 if upcast else torch.float32
+    x, weight = tensor(S, D, dtype=dtype), tensor(100, D, dtype=dtype)
+    target = torch.randint(100, (S,))
+
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        logits = F.linear(x, weight)
+        return F.cross_entropy(logits.float() if upcast else logits, target)
+
+    (graph,) = adapter.capture(loss, x, weight, target).graphs
+    changed, (site,) = swap.apply(graph, ["linear with cross-entropy"])
+    assert site.op == "linear_cross_entropy"
+    torch.testing.assert_close(changed.module(*graph.inputs)[0], loss(x, weight, target))
+
+
+def test_a_layer_whose_logits_are_needed_stays():
+    def both(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, weight)
+        return F.cross_entropy(logits, target), logits.argmax(-1)
+
+    given = (tensor(S, D), tensor(100, D), torch.randint(100, (S,)))
+    (graph,) = adapter.capture(both, *given).graphs
+    assert swap.apply(graph, ["linear with cross-entropy"])[1] == []
 
 
 @pytest.mark.parametrize(
