@@ -30,19 +30,11 @@
 #include <string>
 #include <vector>
 
+#include "check.cuh"
 #include "gated_mlp_decode_marks.cuh"
 
 using namespace fusedcuda;
 using T = __nv_bfloat16;
-
-#define CHECK(call)                                                        \
-  do {                                                                     \
-    const cudaError_t status = (call);                                     \
-    if (status != cudaSuccess) {                                           \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status)); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
 
 namespace {
 

@@ -9,19 +9,11 @@
 #include <cstdlib>
 #include <vector>
 
+#include "check.cuh"
 #include "common/activation.cuh"
 #include "common/vec.cuh"
 
 namespace fusedcuda {
-
-#define CHECK(call)                                                              \
-  do {                                                                           \
-    cudaError_t status = (call);                                                 \
-    if (status != cudaSuccess) {                                                 \
-      std::printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(status)); \
-      std::exit(1);                                                              \
-    }                                                                            \
-  } while (0)
 
 enum Load { kPlain, kReadOnly, kNoAllocate, kStreaming };
 enum Store { kWriteBack, kEvictFirst };

@@ -15,17 +15,9 @@
 #include <string>
 #include <vector>
 
-using T = __nv_bfloat16;
+#include "check.cuh"
 
-#define CHECK(call)                                                       \
-  do {                                                                    \
-    const int status = static_cast<int>(call);                            \
-    if (status != 0) {                                                    \
-      std::fprintf(stderr, "%s: %d %s\n", #call, status,                  \
-                   cudaGetErrorString(static_cast<cudaError_t>(status))); \
-      std::exit(1);                                                       \
-    }                                                                     \
-  } while (0)
+using T = __nv_bfloat16;
 
 namespace {
 

@@ -12,19 +12,11 @@
 #include <cstdlib>
 #include <vector>
 
+#include "check.cuh"
 #include "softmax.cu"
 
 using namespace fusedcuda;
 using T = __nv_bfloat16;
-
-#define CHECK(call)                                                        \
-  do {                                                                     \
-    const cudaError_t status = (call);                                     \
-    if (status != cudaSuccess) {                                           \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(status)); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
 
 __global__ void fill(T* data, int64_t n) {
   for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
