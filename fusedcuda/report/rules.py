@@ -110,7 +110,9 @@ def _gated_mlp(node: Any) -> Match | None:
         return None
     for activated, up in operands_of(hidden):
         name = activation_of(activated) if only_user(activated, hidden) else None
-        gate = activated.args[0] if name else None
+        if name is None:
+            continue
+        gate = activated.args[0]
         if not (_is_plain_linear(gate) and only_user(gate, activated)):
             continue
         if not (_is_plain_linear(up) and only_user(up, hidden) and gate.args[0] is up.args[0]):
