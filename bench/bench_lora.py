@@ -175,6 +175,7 @@ def lora_linear(shape: MNK, mode: str, rank: int = 16, dropout_p: float = 0.0, *
         reference=eager_layer(dropout_p),
         providers={
             "fusedcuda": fused_layer(dropout_p, "auto"),
+            "fusedcuda, one launch": fused_layer(dropout_p, "fused"),
             "fusedcuda, apart": fused_layer(dropout_p, "apart"),
             "fusedcuda, residual": fused_layer(dropout_p, "residual"),
             BASE: linear_alone(),

@@ -50,7 +50,6 @@ def _describe_forward(
     y, t, *z = reference.lora_linear_forward_fake(
         x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p
     )
-    _add_down(parts, "t", as_matrix(x), lora_a, seed, scale, dropout_p)
     records = torch.is_grad_enabled() and any(
         operand is not None and operand.requires_grad
         for operand in (x, weight, bias, lora_a, lora_b)
@@ -59,14 +58,38 @@ def _describe_forward(
     in_product = NONE if saves else activation
     path = cuda.choose_path()
     factor = cuda.padded(lora_b.detach(), t, dim=1)
-    if path == "extended" and _add_extended(parts, x, weight, bias, t, factor, y, in_product):
+    rows = as_matrix(x).detach()
+    fits = cuda.can_be_fused(rows, lora_a.shape[0], seed, in_product)
+    if fits and _add_fused(parts, rows, weight, bias, lora_a, factor, scale, t, y):
         activation_left = saves
     else:
-        _add_linear_and_branch(parts, path, x, weight, bias, t, factor, y)
-        activation_left = activation != NONE and not (path == "residual" and not saves)
+        _add_down(parts, "t", rows, lora_a, seed, scale, dropout_p)
+        activation_left = _add_product(
+            parts, path, x, weight, bias, t, factor, y, activation, in_product
+        )
     if activation_left:
         given = {"x": y, "bias": 0.0, "activation": _name_of(activation)}
         parts.include(_explain_pointwise.EXPLAINERS[pointwise.bias_act](given, False))
+
+
+def _add_product(
+    parts: Parts,
+    path: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    t: Tensor,
+    factor: Tensor,
+    y: Tensor,
+    activation: int,
+    in_product: int,
+) -> bool:
+    """Returns whether the activation is left to do."""
+    in_one = path in ("fused", "extended")
+    if in_one and _add_extended(parts, x, weight, bias, t, factor, y, in_product):
+        return activation != in_product
+    _add_linear_and_branch(parts, path, x, weight, bias, t, factor, y)
+    return activation != NONE and (path != "residual" or in_product == NONE)
 
 
 def _add_linear_and_branch(
@@ -109,6 +132,31 @@ def _add_branch(parts: Parts, t: Tensor, factor: Tensor, base: Tensor) -> None:
     }
     with torch.no_grad():
         parts.include(_explain_linear_act.EXPLAINERS[linear_family.linear_residual](given, False))
+
+
+def _add_fused(
+    parts: Parts,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+    t: Tensor,
+    y: Tensor,
+) -> bool:
+    """One launch of everything, if there is a kernel for that."""
+    _jit.load(family.FAMILY)
+    weight, down = weight.detach(), down.detach()
+    given = (x, weight, bias, *cuda.fused_arguments(down, up, scale))
+    text = torch.ops.fusedcuda.lora_product_plan(*given, multiprocessors())
+    if not text:
+        return False
+    # A memset of its counters comes first.
+    plan = {"path": "lora_product", "kernels": 2, "copies": []} | json.loads(text)
+    line = "  t, and the product with the branch in it, in one launch"
+    parts.add(plan, [x, weight, bias, down, up, t, y], f"{line}: {plan['blocks']} blocks")
+    return True
 
 
 def _add_extended(
@@ -154,15 +202,14 @@ def _describe_backward(
     if activation != NONE:
         given = {"x": dy, "bias": 0.0, "activation": _name_of(activation)}
         parts.include(_explain_pointwise.EXPLAINERS[pointwise.bias_act](given, True))
-    _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
     factor = cuda.padded(lora_a.detach(), t, dim=0)
-    by_one_product = (
-        cuda.choose_path() == "extended"
-        and seed is None
-        and _add_extended(parts, dz, weight.detach().T, None, t, factor.T, rows, NONE)
-    )
-    if not by_one_product:
-        _add_dx_and_branch(parts, dz, weight, t, factor, rows, seed)
+    transposed = weight.detach().T
+    fits = cuda.can_be_fused(dz, lora_a.shape[0], seed, NONE)
+    if not (fits and _add_fused(parts, dz, transposed, None, lora_b.T, factor.T, scale, t, rows)):
+        _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
+        in_one = cuda.choose_path() in ("fused", "extended") and seed is None
+        if not (in_one and _add_extended(parts, dz, transposed, None, t, factor.T, rows, NONE)):
+            _add_dx_and_branch(parts, dz, weight, t, factor, rows, seed)
     if weight.requires_grad:
         parts.add(_cublas("dz.T @ x"), [dz, rows, weight], "  gradient of weight: as linear_act's")
     if bias is not None and bias.requires_grad:
@@ -245,7 +292,7 @@ def _add_down(
 ) -> None:
     t = reference.lora_down_fake(x, factor, seed, scale, dropout_p)
     if why := cuda.why_down_by_cublas(x, factor, seed is not None):
-        _add_product(parts, what, [x, factor, t], x, seed, why)
+        _add_cublas(parts, what, [x, factor, t], x, seed, why)
         return
     arguments = (x, factor, seed, scale, dropout_p, multiprocessors())
     plan = ask(family.FAMILY, *arguments, plan="lora_down_plan")
@@ -266,7 +313,7 @@ def _add_up(
     what = f"gradient of {name}"
     rank = parameter.shape[1 if transposed else 0]
     if why := cuda.why_up_by_cublas(t, x, parameter, rank, seed is not None):
-        _add_product(parts, what, [t, x, parameter], x, seed, why)
+        _add_cublas(parts, what, [t, x, parameter], x, seed, why)
         return
     in_float32 = parameter.dtype == torch.float32
     arguments = (t, x, seed, rank, dropout_p, transposed, in_float32, multiprocessors())
@@ -274,7 +321,7 @@ def _add_up(
     _add_plan(parts, plan, what, [t, parameter, *[x] * plan["chunks"]], x, has_sum=True)
 
 
-def _add_product(
+def _add_cublas(
     parts: Parts,
     what: str,
     tensors: list[Tensor | None],

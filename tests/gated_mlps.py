@@ -1,8 +1,10 @@
 """The gated MLP in plain torch, and the comparison with float64 that its tests share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from linears import RoundedGradient, exact, in_roundings, slope, weights
@@ -19,6 +21,8 @@ from fusedcuda.ops._rows import as_matrix
 _ops = torch.ops.fusedcuda
 PACKED = ("x", "w_gate_up", "w_down")
 SEPARATE = ("x", "w_gate", "w_up", "w_down")
+
+either_weight = pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
 
 
 class Layer(NamedTuple):
@@ -69,6 +73,16 @@ def fused(*operands: Tensor, activation: str = "silu", recompute: bool = False) 
     x, *inner, w_down = operands
     w_gate_up = inner[0] if len(inner) == 1 else (inner[0], inner[1])
     return fusedcuda.gated_mlp(x, w_gate_up, w_down, activation, recompute=recompute)
+
+
+@contextmanager
+def forced(path: str) -> Iterator[None]:
+    """gated_mlp takes this path where it can."""
+    before = _ops.gated_mlp_use(path)
+    try:
+        yield
+    finally:
+        assert _ops.gated_mlp_use(before) == path
 
 
 def check_gated_mlp(

@@ -118,9 +118,9 @@ def check_lora(
     def dropped(x: Tensor) -> Tensor:
         return drop(x, mask, dropout_p)
 
-    sums = Sums(
-        layer, scale, activation, mask, dropout_p, path or path_of(layer, activation, device)
-    )
+    path = path or path_of(layer, activation, device)
+    # One launch of everything rounds as one product does.
+    sums = Sums(layer, scale, activation, mask, dropout_p, "extended" if path == "fused" else path)
     if dy is None:
         dy = torch.randn(*x.shape[:-1], layer.weight.shape[0], device=x.device).to(dtype)
         dy = sums.settled(dy)
@@ -158,7 +158,7 @@ def path_of(layer: Layer, activation: str, device: str) -> str:
     if torch.device(device).type == "cpu":
         return "extended"
     path = _lora_cuda.choose_path()
-    if path != "extended":
+    if path not in ("fused", "extended"):
         return path
     x, weight, bias, _, lora_b = (None if t is None else t.detach().to(device) for t in layer)
     t = x.new_zeros(as_matrix(x).shape[0], pitch_of(lora_b.shape[1]))

@@ -82,14 +82,14 @@ def test_layouts_of_vectors(dtype, device):
     dense, embeddings = stacked[:, 0], stacked[:, 2:]
     expected = check_interaction(dense.clone(), embeddings.clone())
     assert torch.equal(check_interaction(dense, embeddings), expected)
-    changes = (
-        *layouts.LAYOUTS,
+    for change in (
+        layouts.pitched,
+        layouts.transposed,
+        layouts.spread,
+        layouts.reversed_dimensions,
         lambda x: layouts.shifted(x, 1),
         lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    )
-    for change in changes:
-        if change is layouts.channels_last:
-            continue
+    ):
         check_interaction(change(dense), embeddings)
         check_interaction(dense, change(embeddings))
     check_interaction(dense[:1].expand(6, -1), embeddings[:, :1].expand(-1, 5, -1))
@@ -129,11 +129,7 @@ def test_a_list_of_vectors_is_stacked(order, device):
 def test_few_samples(batch, device):
     for dtype in (torch.bfloat16, torch.float32):
         dense, embeddings = random_vectors(batch, 5, 16, dtype=dtype, device=device)
-        dense.requires_grad_()
-        output = fusedcuda.dot_interaction(dense, embeddings)
-        assert output.shape == (batch, 32)
-        (gradient,) = torch.autograd.grad(output.sum(), dense)
-        assert gradient.shape == dense.shape
+        assert check_interaction(dense, embeddings).shape == (batch, 32)
 
 
 def test_what_is_not_finite_goes_where_it_is_multiplied(device):
@@ -237,6 +233,7 @@ def test_logits(device):
         assert loss.requires_grad == requires_grad
         assert not logits.requires_grad
         expected = F.linear(x.double(), weight.double(), bias.double()).squeeze(-1)
+        # 64 products of about 1/8 that are added up in float32; rounded to bfloat16 it is 4e-3.
         torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(loss, F.binary_cross_entropy_with_logits(logits, target))
 
@@ -251,6 +248,7 @@ def test_no_term_cancels(z, device):
         check_head(x, weight, None, target, reduction="none")
         loss = fusedcuda.linear_sigmoid_bce(x, weight, None, target, reduction="none")
         signed = torch.tensor([z, -z], dtype=torch.float64) * (1 - 2 * y)
+        # Eight units of float32, also of 1e-26; below the smallest normal number it may be 0.
         torch.testing.assert_close(loss.cpu().double(), F.softplus(signed), rtol=1e-6, atol=1e-38)
 
 

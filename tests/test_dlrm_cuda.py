@@ -9,6 +9,7 @@ from dlrms import (
     random_head,
     random_vectors,
 )
+from launches import captured
 from reference import DTYPES, poison
 from torch import Tensor
 
@@ -95,19 +96,12 @@ def test_graph():
         loss = fusedcuda.linear_sigmoid_bce(row, *leaves[2:], target)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, results = captured(run)
     for _ in range(3):
         for t in leaves:
             t.data.copy_(torch.randn_like(t))
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, run(), strict=True))
 
 
 def test_a_chain_of_dependent_launches():
@@ -118,6 +112,7 @@ def test_a_chain_of_dependent_launches():
     for _ in range(30):
         x = fusedcuda.dot_interaction(x, embeddings)[:, 6:14]  # two elements and the products
         expected = eager_interaction(expected, wide)[:, 6:14]
+    # What float32 rounds in 30 launches; a launch that reads too early is wrong by far more.
     torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -140,6 +140,15 @@ def test_backward(planned):
     assert explanation.bytes_moved == nbytes(x, weight, saved, dy) + gradients
 
 
+def test_sums_of_parts_are_two_kernels(planned):
+    sums = "act_rows_bwd_sum_kernel, sum_partials_kernel"
+    made = step("dz, dbias", kernel=sums, fused=False, workspace_bytes=1 << 19, kernels=2)
+    planned(plan("linear_act_backward", made, step("dweight"), step("dx")))
+    explanation = explain(linear_act, *given(), "silu", backward=True)
+    assert explanation.kernels == 4
+    assert f"    dz, dbias: {sums}, 0.5 MiB of workspace" in str(explanation).splitlines()
+
+
 def mlp_operands() -> list[Tensor]:
     return [*given(), *operands(1, n=3, k=6, dtype=BF16)[1:]]
 

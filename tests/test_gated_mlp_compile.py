@@ -3,12 +3,10 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from gated_mlps import fused, random_layer
+from gated_mlps import either_weight, fused, random_layer
 from torch import Tensor
 
 from fusedcuda.nn import GatedMLP
-
-either_weight = pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from gated_mlps import check_gated_mlp, fused, random_layer
+from gated_mlps import check_gated_mlp, either_weight, forced, fused, random_layer
 from reference import DTYPES
 from torch import Tensor
 
 import fusedcuda
+from fusedcuda.ops import _composition
 from fusedcuda.ops import _gated_mlp_cuda as cuda
 
 LAYERS = ("gated_mlp", "gated_mlp_forward", "gated_mlp_backward")
@@ -35,11 +36,10 @@ def composed(path: str, has_kernels: bool = True) -> Iterator[None]:
             library.impl(name, getattr(cuda, name), "CPU", allow_override=True)
         for name in () if has_kernels else KERNELS:
             library.impl(name, lambda *arguments: [], "CPU", allow_override=True)
-    before = torch.ops.fusedcuda.gated_mlp_use(path)
     try:
-        yield
+        with forced(path):
+            yield
     finally:
-        torch.ops.fusedcuda.gated_mlp_use(before)
         library._destroy()
 
 
@@ -55,7 +55,7 @@ def taken(path: str, rows: int, dtype: torch.dtype, packed: bool, saves: bool) -
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
+@either_weight
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_paths(dtype, path, packed, recompute):
@@ -68,7 +68,7 @@ def test_paths(dtype, path, packed, recompute):
                 check_gated_mlp(layer, recompute=recompute, **options)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
+@either_weight
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "relu_squared"])
 def test_without_kernels(activation, packed):
     for dtype in (torch.float16, torch.bfloat16):
@@ -95,12 +95,13 @@ class Recorded:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     recorded = Recorded()
-    monkeypatch.setattr(cuda, "_ops", recorded)
+    for module in (cuda, _composition):
+        monkeypatch.setattr(module, "_ops", recorded)
     return recorded.calls
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
+@either_weight
 def test_only_what_is_asked_for_is_computed(packed, recompute, calls):
     """One pass between the products, of which there is one to h, and one for each gradient."""
     through_h = ["linear_act", "act_mul_packed_backward"]

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gated_mlps import check_gated_mlp, fused, random_layer
+from gated_mlps import check_gated_mlp, either_weight, forced, fused, random_layer
+from launches import captured, no_waiting, on_another_stream
 from linears import exact
 from reference import leaf, poison
 from torch import Tensor
@@ -12,14 +13,12 @@ from fusedcuda.ops import _gated_mlp_cuda as cuda
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-either_weight = pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
 
 
 @pytest.fixture(params=cuda.PATHS)
 def path(request: pytest.FixtureRequest):
-    before = torch.ops.fusedcuda.gated_mlp_use(request.param)
-    yield request.param
-    torch.ops.fusedcuda.gated_mlp_use(before)
+    with forced(request.param):
+        yield request.param
 
 
 @either_weight
@@ -55,19 +54,6 @@ def step(given: list[Tensor], dy: Tensor, recompute: bool = False) -> list[Tenso
     return [y.detach(), *torch.autograd.grad(y, given, dy)]
 
 
-def captured(function) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @either_weight
 @pytest.mark.parametrize("rows", [16, 500])
@@ -100,13 +86,12 @@ def test_on_another_stream(path):
     for rows in (16, 300):
         given = leaves_of(rows, packed=False)
         dy = exact(rows, 512, dtype=BF16, device="cuda")
-        expected = [*step(given, dy), fused(*(t.detach() for t in given))]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            results = [*step(given, dy), fused(*(t.detach() for t in given))]
-        torch.cuda.current_stream().wait_stream(stream)
-        for result, right in zip(results, expected, strict=True):
+
+        def calls(given: list[Tensor] = given, dy: Tensor = dy) -> list[Tensor]:
+            return [*step(given, dy), fused(*(t.detach() for t in given))]
+
+        expected = calls()
+        for result, right in zip(on_another_stream(calls), expected, strict=True):
             assert torch.equal(result, right)
 
 
@@ -130,11 +115,8 @@ def test_no_call_waits_for_the_gpu(packed, path):
                 fused(*given)
 
         calls()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             calls()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- Memory --------------------------------------------------------------------------------------

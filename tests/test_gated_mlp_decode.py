@@ -6,12 +6,12 @@ import layouts
 import pytest
 import torch
 import torch.nn.functional as F
+from launches import need_hopper, no_waiting
 from linears import exact, in_roundings, weights
 from loras import spread
 from reference import ACTIVATIONS, check_function, poison, rounded, ulp
 from torch import Tensor
 
-import fusedcuda
 from fusedcuda.ops._activations import ACTIVATIONS as CODES
 
 ops = torch.ops.fusedcuda
@@ -25,9 +25,7 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @pytest.fixture(autouse=True, scope="module")
 def hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an H100 or H200")
-    fusedcuda.load("gated_mlp")
+    need_hopper("gated_mlp")
 
 
 def operands(m: int, k: int, f: int, n: int | None = None, dtype: torch.dtype = BF16) -> Operands:
@@ -238,11 +236,8 @@ def test_threads_on_streams_of_their_own():
 def test_no_call_waits_for_the_gpu():
     given = operands(4, 1024, 3072)
     decode(*given)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         decode(*given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpus(2)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcuda.ops._activations import ACTIVATIONS
+
 BF16 = torch.bfloat16
 H200_SMS = 132
-SILU = 7
+SILU = ACTIVATIONS["silu"]
 _ops = torch.ops.fusedcuda
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -86,7 +88,7 @@ def test_where_there_is_none():
         (x[:1].expand(3, 72), w_gate, w_up, w_down),
         operands(3, 68, 136),
         operands(3, 72, 132),
-        operands(65, 72, 136),
+        operands(17, 72, 136),
         operands(0, 72, 136),
         operands(3, 72, 0),
         operands(3, 0, 136),

@@ -4,11 +4,11 @@ import layouts
 import pytest
 import torch
 import torch.nn.functional as F
+from launches import need_hopper, on_another_stream
 from linears import exact, weights
 from reference import ACTIVATIONS, check_function, poison
 from torch import Tensor
 
-import fusedcuda
 from fusedcuda.ops._activations import ACTIVATIONS as CODES
 
 ops = torch.ops.fusedcuda
@@ -21,9 +21,7 @@ either = pytest.mark.parametrize("saves", [False, True], ids=["h", "gate_up"])
 
 @pytest.fixture(autouse=True, scope="module")
 def hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an H100 or H200")
-    fusedcuda.load("gated_mlp")
+    need_hopper("gated_mlp")
 
 
 def operands(m: int, f: int, k: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,6 +104,7 @@ def test_h_is_rounded_once(activation):
     assert torch.equal(ops.gated_product(*given, CODES[activation], True)[0], h)
     x, w_gate, w_up = (t.double() for t in given)
     expected = ACTIVATIONS[activation](x @ w_gate.T) * (x @ w_up.T)
+    # Of rounded sums 68 to 84 % would be equal.
     assert (h == expected.to(h.dtype)).double().mean() > 0.99
 
 
@@ -159,10 +158,8 @@ def test_in_a_graph():
 def test_on_another_stream():
     given = operands(2048, 1024, 480)
     expected = ops.gated_product(*given, CODES["silu"], True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(10):
-            outputs = ops.gated_product(*given, CODES["silu"], True)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    calls = on_another_stream(
+        lambda: [ops.gated_product(*given, CODES["silu"], True) for _ in range(10)]
+    )
+    for outputs in calls:
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcuda.ops._activations import ACTIVATIONS
+
 BF16 = torch.bfloat16
 H200_SMS = 132
-SILU = 7
+SILU = ACTIVATIONS["silu"]
 _ops = torch.ops.fusedcuda
 
 
@@ -38,14 +40,20 @@ def product(m: int, f: int, k: int) -> dict[str, Any]:
 def test_the_product_fills_the_card():
     plan = product(8192, 14336, 4096)
     assert plan["blocks"] == H200_SMS
-    assert (plan["tile_rows"], plan["tile_columns"], plan["cluster"]) == (128, 64, 2)
+    assert (plan["tile_rows"], plan["tile_columns"], plan["cluster"]) == (128, 96, 2)
     assert (plan["m"], plan["f"], plan["k"]) == (8192, 14336, 4096)
 
 
 def test_the_product_has_no_more_blocks_than_tiles():
     assert product(256, 64, 8)["blocks"] == 2
-    assert product(257, 64, 8)["blocks"] == 4
-    assert product(1, 65 * 64, 8)["blocks"] == 130
+    assert product(257, 64, 8)["blocks"] == 3
+    assert product(1, 65 * 64, 8)["blocks"] == 65
+    assert product(1025, 96, 8)["blocks"] == 10
+
+
+def test_of_few_rows_a_block_is_alone():
+    plan = product(1024, 14336, 4096)
+    assert (plan["tile_rows"], plan["tile_columns"], plan["cluster"]) == (128, 64, 1)
 
 
 def test_the_product_says_whether_it_saves():

@@ -108,7 +108,7 @@ def test_cublaslt_is_asked_for_what_the_probe_saw_it_fuse(use):
         (torch.float64, {"activation": "none"}, bias_apart),
     ):
         assert forward(dtype=dtype, **given) == made_by
-    apart = ["act_rows_kernel", "torch.sum", "cublasLtMatmul", "cublasLtMatmul"]
+    apart = ["act_rows_bwd_sum_kernel, sum_partials_kernel", "cublasLtMatmul", "cublasLtMatmul"]
     for dtype in (torch.float32, *HALVES):
         assert kernels(backward(dtype=dtype)) == apart
 
@@ -146,7 +146,7 @@ def test_gradient_of_a_hidden_layer(use):
     given = (empty(m, n), empty(m, k), empty(hidden, k), empty(m, hidden), empty(m, hidden))
     silu = ACTIVATIONS["silu"]
     plan = ops.mlp_backward_plan(*given, empty(n, hidden), silu, 0b11111, False)
-    second = ["torch.sum", "cublasLtMatmul"]  # db2, dw2
+    second = ["column_sums_kernel", "cublasLtMatmul"]  # db2, dw2
     assert kernels(steps_of(plan)) == [*second, "cublasLtMatmul", OWN_BWD]
 
 
@@ -159,3 +159,29 @@ def test_the_gradient_of_the_weight_is_split(use):
     assert step["workspace_bytes"] == 8 * (1024 * 480 + 1024) * 4
     (step,) = backward(m=65536, n=1024, k=480, mask=0b001)
     assert (step["kernels"], step["workspace_bytes"]) == (1, 0)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_the_bias_gradient_is_summed_where_dz_is_made(use, activation):
+    """Without an activation dz is there already, and is read for its sum alone."""
+    use("cublaslt")
+    name = "column_sums_kernel" if activation == "none" else "act_rows_bwd_sum_kernel"
+    step = backward(m=8192, n=3072, k=768, activation=activation)[0]
+    assert step["kernel"] == f"{name}, sum_partials_kernel"
+    assert step["what"] == ("dbias" if activation == "none" else "dz, dbias")
+    assert (step["kernels"], step["workspace_bytes"]) == (2, 33 * 3072 * 4)
+    for m in (1, 64):  # few rows: one kernel, and no memory for parts
+        step = backward(m=m, n=3072, k=768, activation=activation)[0]
+        assert (step["kernel"], step["kernels"], step["workspace_bytes"]) == (name, 1, 0)
+    (step,) = backward(m=64, n=3072, k=768, activation=activation, mask=0b100)
+    assert (step["kernel"], step["what"]) == (name, "dbias")
+
+
+def test_bias_gradients_of_a_batch_of_weights(use):
+    use("cublaslt")
+    given = {"dy": (3, 64, 40), "x": (3, 64, 24), "weight": (3, 40, 24), "saved": (3, 64, 40)}
+    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in given.items()}
+    assert kernels(backward(activation="silu", **tensors))[0] == "act_rows_bwd_sum_kernel"
+    assert kernels(backward(activation="none", **tensors | {"saved": None}))[0] == (
+        "column_sums_kernel"
+    )

@@ -10,6 +10,7 @@ from reference import DTYPES, leaf
 from torch import Tensor, inf, nan
 
 import fusedcuda
+from fusedcuda.ops import _linear_cross_entropy_chunks as chunks
 
 REDUCTIONS = ["none", "mean", "sum"]
 ROWS = 37
@@ -101,12 +102,12 @@ def test_only_the_gradients_that_are_asked_for(dtype, reduction, device):
             check_linear_loss(operands, target, chunk=16, wrt=wrt, reduction=reduction)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@every_reduction
 def test_products_that_are_made(reduction, device, monkeypatch):
     """One a chunk for the loss, and one for each gradient of a matrix."""
     made = count_products(monkeypatch)
     operands, target = random_problem(ROWS, classes=40, features=16, device=device)
-    chunks = 3
+    count = 3  # of chunks
     for wrt in ((), ("bias",), ("x",), ("weight",), ("x", "weight")):
         made.clear()
         leaves = {name: leaf(t, name in wrt) for name, t in operands.items()}
@@ -115,15 +116,13 @@ def test_products_that_are_made(reduction, device, monkeypatch):
         )
         products = 1 + len(set(wrt) - {"bias"})
         ahead = reduction != "none"
-        assert len(made) == chunks * (products if ahead else 1)
+        assert len(made) == count * (products if ahead else 1)
         if wrt:
             loss.sum().backward()
-            assert len(made) == chunks * (products if ahead else 1 + products)
+            assert len(made) == count * (products if ahead else 1 + products)
 
 
 def count_products(monkeypatch) -> list[None]:
-    from fusedcuda.ops import _linear_cross_entropy_chunks as chunks
-
     made: list[None] = []
 
     class Counted:
@@ -229,7 +228,7 @@ def test_no_features(reduction, device):
 # ---------------------------------------------------------------------------- layouts
 
 
-X_LAYOUTS = {
+LAYOUTS = {
     "contiguous": lambda t: t,
     "transposed": transposed,
     "pitched": lambda t: torch.cat([t, t[:, :3]], 1)[:, : t.shape[1]],
@@ -241,13 +240,13 @@ X_LAYOUTS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("of_weight", X_LAYOUTS)
-@pytest.mark.parametrize("of_x", X_LAYOUTS)
+@pytest.mark.parametrize("of_weight", LAYOUTS)
+@pytest.mark.parametrize("of_x", LAYOUTS)
 def test_layouts(of_x, of_weight, dtype, device):
     """As of contiguous copies. (Of rows that repeat, errors repeat too and tell nothing.)"""
     operands, target = random_problem(21, classes=19, features=16, dtype=dtype, device=device)
-    laid_out = {**operands, "x": X_LAYOUTS[of_x](operands["x"])}
-    laid_out["weight"] = X_LAYOUTS[of_weight](operands["weight"])
+    laid_out = {**operands, "x": LAYOUTS[of_x](operands["x"])}
+    laid_out["weight"] = LAYOUTS[of_weight](operands["weight"])
 
     def loss_and_gradients(operands: dict[str, Tensor], reduction: str) -> list[Tensor]:
         x, weight, bias = (leaf(t) for t in operands.values())
@@ -262,8 +261,6 @@ def test_layouts(of_x, of_weight, dtype, device):
 
 
 def test_an_operand_that_has_to_be_copied_is_copied_once(device):
-    from fusedcuda.ops import _linear_cross_entropy_chunks as chunks
-
     dense = torch.randn(8, 6, device=device)
     for matrix in (dense, dense.t(), dense[:, 1:], dense[:, 1:].t(), dense[::2], dense[:, :1]):
         assert chunks.readable(matrix) is matrix

@@ -81,7 +81,7 @@ def test_a_loss_scale_saves_what_float16_cannot_hold(reduction, device):
     (eager(*double, target, **options).sum() * scale).backward()
     for ours, exact in zip(leaves, double, strict=True):
         error = (ours.grad.double() - exact.grad).norm() / exact.grad.norm()
-        assert error < 2**-10
+        assert error < 2**-10  # a unit of float16
 
 
 @every_way

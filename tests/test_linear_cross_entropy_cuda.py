@@ -5,8 +5,9 @@ import sys
 
 import pytest
 import torch
+from launches import captured, no_waiting, on_another_stream
 from linear_losses import eager, random_problem
-from reference import leaf, need_gpu_memory, poison
+from reference import leaf, poison
 from torch import Tensor
 
 import fusedcuda
@@ -44,14 +45,7 @@ def forward_and_backward(
 def test_cuda_graph_replays_with_new_data(way):
     leaves, target = problem()
     factor = torch.ones((), device="cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        forward_and_backward(leaves, target, way, factor)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward_and_backward(leaves, target, way, factor)
+    graph, results = captured(lambda: forward_and_backward(leaves, target, way, factor))
     for value in (1.0, 0.5, 1.0):  # whether gradients are scaled is decided in the replay
         factor.fill_(value)
         leaves[0].data.normal_()
@@ -59,7 +53,7 @@ def test_cuda_graph_replays_with_new_data(way):
         target[:128] = -100
         graph.replay()
         expected = forward_and_backward(leaves, target, way, factor)
-        for ours, theirs in zip(captured, expected, strict=True):
+        for ours, theirs in zip(results, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
@@ -67,23 +61,16 @@ def test_cuda_graph_replays_with_new_data(way):
 def test_no_call_waits_for_the_gpu(way):
     leaves, target = problem()
     forward_and_backward(leaves, target, way)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         forward_and_backward(leaves, target, way)
         forward_and_backward(leaves, target.int(), way, factor=0.5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @every_way
 def test_on_another_stream(way):
     leaves, target = problem()
     expected = forward_and_backward(leaves, target, way)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        actual = forward_and_backward(leaves, target, way)
-    stream.synchronize()
+    actual = on_another_stream(lambda: forward_and_backward(leaves, target, way))
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -148,8 +135,8 @@ torch.cuda.synchronize()
     assert "Assertion `target >= 0" in result.stderr
 
 
-def test_more_than_two_to_the_31_logits():
-    need_gpu_memory(12)
+def test_more_than_two_to_the_31_logits(memory):
+    memory(12)
     rows, classes, features = 17_000, 128_256, 64
     operands, target = random_problem(
         rows, classes=classes, features=features, dtype=torch.bfloat16, device="cuda", bias=False
@@ -163,6 +150,7 @@ def test_more_than_two_to_the_31_logits():
     expected = eager(last, other, None, target[-100:])
     expected.backward()
     torch.testing.assert_close(loss, expected)
+    # Two units of bfloat16: the last rounding, and those of the gradient of the logits.
     torch.testing.assert_close(x.grad[-100:], last.grad, rtol=2**-6, atol=1e-5)
     torch.testing.assert_close(weight.grad, other.grad, rtol=2**-6, atol=1e-5)
     assert torch.count_nonzero(x.grad[:-100]) == 0

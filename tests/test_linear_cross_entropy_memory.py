@@ -108,7 +108,7 @@ def test_the_fixed_rule():
     assert fixed_chunk(problem(mask=0)) == 4096
 
 
-def test_where_the_fixed_rule_is_taken(monkeypatch):
+def test_where_the_fixed_rule_is_taken(monkeypatch, deterministic_algorithms):
     """On the CPU; on a GPU in a capture, and where results must not depend on what is free."""
     call, cuda = problem(in_float32=False), torch.device("cuda", 0)
     monkeypatch.setattr(chunks, "_free_bytes", lambda device: 8 * GIB)
@@ -119,12 +119,9 @@ def test_where_the_fixed_rule_is_taken(monkeypatch):
     capturing = True
     assert choose_chunk(call, cuda) == 4096
     capturing = False
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert choose_chunk(call, cuda) == 4096
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert choose_chunk(problem(64), cuda) == 64  # small: nobody is asked
+    deterministic_algorithms()
+    assert choose_chunk(call, cuda) == 4096
 
 
 def test_half_of_what_is_free(monkeypatch):

@@ -109,3 +109,55 @@ def test_parts_of_the_rows_are_as_many_as_there_is_room_for():
         panels = -(-columns // 128)
         assert plan["splits"] == 2 * H200_SMS // panels
         assert plan["workspace"] == plan["splits"] * 16 * columns
+
+
+# ---- lora_product --------------------------------------------------------------------------------
+
+
+def product(m: int, n: int, k: int, rank: int, by_columns: bool = False, **fields: Any) -> str:
+    """The plan's text; the operands may be given otherwise."""
+    pitch = -(-rank // 8) * 8
+    given = {
+        "x": empty(m, k),
+        "weight": empty(k, n).T if by_columns else empty(n, k),
+        "bias": None,
+        "down": empty(rank, k),
+        "up": empty(pitch, n).T if by_columns else empty(n, pitch),
+    }
+    return _ops.lora_product_plan(*(given | fields).values(), 2.0, H200_SMS)
+
+
+def test_the_layer_in_one_launch_fills_the_card():
+    for by_columns in (False, True):
+        plan = json.loads(product(8192, 4096, 4096, 16, by_columns))
+        assert plan["blocks"] == H200_SMS
+        assert (plan["tile_rows"], plan["tile_columns"], plan["cluster"]) == (128, 256, 2)
+        assert (plan["m"], plan["n"], plan["k"], plan["rank"]) == (8192, 4096, 4096, 16)
+
+
+def test_where_the_layer_is_one_launch():
+    for rank in (1, 8, 9, 16):
+        assert product(300, 136, 72, rank)
+    assert product(300, 136, 72, 16, bias=empty(136))
+    for without in (
+        product(300, 136, 72, 17),
+        product(300, 136, 68, 16),
+        product(300, 132, 72, 16),
+        product(300, 136, 72, 16, down=layouts.shifted(empty(16, 72), 1)),
+        product(300, 136, 72, 16, up=layouts.transposed(empty(136, 16))),
+        product(300, 136, 72, 16, bias=empty(272)[::2]),
+    ):
+        assert without == ""
+
+
+def test_operands_of_one_launch_that_do_not_go_together():
+    for fields, message in (
+        ({"x": empty(300)}, r"x must be a matrix \(M, K\); got shape \(300,\)"),
+        ({"weight": empty(136, 64)}, r"weight must have shape \(136, 72\); got \(136, 64\)"),
+        ({"down": empty(16, 64)}, r"down must have shape \(16, 72\); got \(16, 64\)"),
+        ({"up": empty(136, 8)}, r"up must have shape \(136, 16\); got \(136, 8\)"),
+        ({"bias": empty(72)}, r"bias must have shape \(136,\); got \(72,\)"),
+        ({"up": empty(136, 16, dtype=torch.float16)}, "up must have the dtype of x"),
+    ):
+        with pytest.raises(RuntimeError, match=f"lora_product: {message}"):
+            product(300, 136, 72, 16, **fields)

@@ -12,6 +12,7 @@ from sanitizing import check, every_dtype, every_row, new, on_both
 from torch import Tensor
 
 import fusedcuda
+from fusedcuda.ops._lora_reference import pitch_of
 
 # ---- LoRA ----------------------------------------------------------------------------------------
 
@@ -44,6 +45,19 @@ def test_lora_linear(rank, k, dropout_p, dtype):
     for rows in (16, 1100):
         layer = random_layer(rows, n=40, k=k, rank=rank, dtype=dtype, lora_dtype=lora_dtype)
         check_lora(layer, 0.5, "silu", dropout_p=dropout_p, run_on="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 140, 1100])
+@pytest.mark.parametrize("rank", [5, 16])
+def test_a_lora_layer_in_one_launch(rank, rows):
+    """Rows that end inside a warp's, more and fewer of them than warps; tiles that end outside."""
+    product = torch.ops.fusedcuda.lora_product
+    x, weight, down = (new(n, 200, dtype=torch.bfloat16) for n in (rows, 520, rank))
+    up = new(520, pitch_of(rank), dtype=torch.bfloat16)
+    up[:, rank:] = 0
+    arguments = (x, weight, None, down, up, 0.5)
+    on_both(lambda *given: torch.cat(product(*given), dim=1), *arguments)
 
 
 # ---- Gated MLP -----------------------------------------------------------------------------------

@@ -18,19 +18,9 @@
 #include "check.cuh"
 #include "dlrm.cu"
 #include "dlrm_config.h"
+#include "random_values.cuh"
 
 using namespace fusedcuda;
-using T = __nv_bfloat16;
-
-__global__ void fill(T* data, int64_t n) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
-    unsigned x = static_cast<unsigned>(i) * 2654435761u;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    data[i] = __float2bfloat16_rn((x & 0xffff) / 32768.0f - 1.0f);
-  }
-}
 
 constexpr int kMostStages = 3;
 constexpr int kRounds = 7;
@@ -183,10 +173,9 @@ void sweep(int64_t batch, int vectors, int columns, T* in, T* out, const DeviceT
 int main() {
   DeviceTraits device;
   CHECK(dlrm_device_traits(&device));
-  T *in, *out;
-  CHECK(cudaMalloc(&in, kPoolBytes));
+  T* const in = random_values(kPoolBytes / sizeof(T), 0);
+  T* out;
   CHECK(cudaMalloc(&out, kPoolBytes));
-  fill<<<1024, 256>>>(in, kPoolBytes / sizeof(T));
   sweep(65536, 27, 128, in, out, device);
   sweep(65536, 27, 64, in, out, device);
   sweep(65536, 27, 16, in, out, device);

@@ -32,9 +32,9 @@
 
 #include "check.cuh"
 #include "gated_mlp_decode_marks.cuh"
+#include "random_values.cuh"
 
 using namespace fusedcuda;
-using T = __nv_bfloat16;
 
 namespace {
 
@@ -44,16 +44,6 @@ constexpr int64_t kBytesBeyondL2 = 256 << 20;
 // --------------------------------------------------------------------------------------------------
 // Kernels
 // --------------------------------------------------------------------------------------------------
-
-__global__ void fill(T* data, int64_t n, unsigned seed, float scale) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
-    unsigned x = static_cast<unsigned>(i) * 2654435761u + seed;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    data[i] = __float2bfloat16_rn(((x & 0xffff) / 32768.0f - 1.0f) * scale);
-  }
-}
 
 __device__ float dot(const T* a, const T* b, int n) {
   float sum = 0;
@@ -82,13 +72,6 @@ __global__ void simple_y(GatedMlpDecodeParams p) {
 // --------------------------------------------------------------------------------------------------
 // Contenders
 // --------------------------------------------------------------------------------------------------
-
-T* random_values(int64_t n, unsigned seed, float scale) {
-  T* data;
-  CHECK(cudaMalloc(&data, n * sizeof(T)));
-  fill<<<1024, 256>>>(data, n, seed, scale);
-  return data;
-}
 
 struct Contender {
   std::string name;

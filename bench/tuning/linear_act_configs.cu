@@ -127,8 +127,25 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
   void* workspace;
   constexpr size_t kWorkspace = 512 << 20;
   CHECK(cudaMalloc(&workspace, kWorkspace));
+  ColumnSumsParams sums;
+  sums.rows = rows;
+  sums.sums = dbias;
+  const ColumnSumsConfig sums_config = choose_column_sums_config(sums, device);
   auto no_error = [] { return 0.0f; };
   std::vector<Contender> contenders;
+  contenders.push_back({"cublasLt dz with dbias, dx, dweight",
+                        [&] {
+                          CHECK(launch_column_sums(sums, sums_config, workspace, nullptr));
+                          first.run(0);
+                          second.run(0);
+                        },
+                        no_error,
+                        {}});
+  contenders.push_back({"dz with dbias",
+                        [&] { CHECK(launch_column_sums(sums, sums_config, workspace, nullptr)); },
+                        no_error,
+                        {}});
+  contenders.push_back({"dz", [&] { CHECK(launch_act_rows(rows, nullptr)); }, no_error, {}});
   contenders.push_back({"cublasLt dz, dx, dweight",
                         [&] {
                           CHECK(launch_act_rows(rows, nullptr));

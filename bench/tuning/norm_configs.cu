@@ -1,11 +1,10 @@
 // Times norm.cu's kernels in many configurations, to choose those of norm_config.h.
 //
-//   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels -o build/norm_tuning
-//   \
-//     bench/tuning/norm_configs.cu && build/norm_tuning
+//   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels \
+//     -o build/norm_tuning bench/tuning/norm_configs.cu && build/norm_tuning
 //
 // Prints microseconds and TB/s (4 bytes an element forward, 6 backward) of bf16 rows; the marked
-// line is what the chooser takes.
+// line is what the chooser takes. `build/norm_tuning chosen` times nothing else, in a few seconds.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -15,26 +14,11 @@
 
 #include "check.cuh"
 #include "norm.cu"
+#include "random_values.cuh"
 
 using namespace fusedcuda;
-using T = __nv_bfloat16;
 
-__global__ void fill(T* data, int64_t n, unsigned seed) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
-    unsigned x = static_cast<unsigned>(i) * 2654435761u + seed;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    data[i] = __float2bfloat16_rn((x & 0xffff) / 32768.0f - 1.0f);
-  }
-}
-
-T* random_values(int64_t n) {
-  T* data;
-  CHECK(cudaMalloc(&data, n * sizeof(T)));
-  fill<<<1024, 256>>>(data, n, static_cast<unsigned>(n));
-  return data;
-}
+bool only_chosen = false;
 
 template <typename Call>
 double microseconds(Call call) {
@@ -57,7 +41,7 @@ double microseconds(Call call) {
 RowConfig spread(const RowConfig& chosen, int64_t columns, int items, int threads,
                  int rows_per_block) {
   RowConfig config = chosen;
-  const int64_t vectors = ceil_div(columns, chosen.vec);
+  const int64_t vectors = ceil_div(columns + (chosen.aligned ? 0 : chosen.vec - 1), chosen.vec);
   config.items = items;
   config.cluster = static_cast<int>(next_power_of_two(ceil_div(vectors, int64_t{threads} * items)));
   const int64_t needed = ceil_div(vectors, int64_t{items} * config.cluster);
@@ -69,9 +53,9 @@ RowConfig spread(const RowConfig& chosen, int64_t columns, int items, int thread
 std::string text(const NormConfig& c) {
   const RowConfig& row = c.row;
   char line[200];
-  std::snprintf(line, sizeof(line), "items %d block %4dx%d cluster %2d stages %d blocks %4lld",
-                row.items, row.threads_per_row, row.rows_per_block, row.cluster, c.stages,
-                static_cast<long long>(row.blocks));
+  std::snprintf(line, sizeof(line), "%-7s items %d block %4dx%d cluster %2d stages %d blocks %4lld",
+                c.narrow ? "narrow" : name_of(c.access), row.items, row.threads_per_row,
+                row.rows_per_block, row.cluster, c.stages, static_cast<long long>(row.blocks));
   return line;
 }
 
@@ -93,7 +77,8 @@ void sweep(const char* name, const Params& p, const NormConfig& chosen, int item
                 p.columns, text(config).c_str(), us, gigabytes / us * 1e3, mark);
   };
   time(chosen, " *");
-  if (chosen.row.path == RowPath::kStream || chosen.row.items == 1) return;
+  if (only_chosen || chosen.row.path == RowPath::kStream || chosen.row.items == 1) return;
+  const bool phased = chosen.access == RowAccess::kPhased;
   if (!is_backward) {
     // The register path: rows a block.
     for (int block_threads : {128, 256, 512}) {
@@ -110,13 +95,14 @@ void sweep(const char* name, const Params& p, const NormConfig& chosen, int item
     }
   }
   for (int threads : {128, 256, 512}) {
-    for (int block_threads : {128, 256, 512}) {
+    for (int block_threads : {128, 256, 320, 512, kPhasedLayerNormBwdThreads}) {
+      if (block_threads > 512 && !(phased && is_backward && p.kind == NormKind::kLayer)) continue;
       for (int share : {threads_of_sm, threads_of_sm * 3 / 4, threads_of_sm / 2}) {
         for (int stages : {1, 2, 3}) {
           NormConfig config = chosen;
           config.row = spread(chosen.row, p.columns, items, threads, 1);
           RowConfig& row = config.row;
-          if (row.cluster > 16 || (row.cluster == 1 && !is_backward)) continue;
+          if (row.cluster > 16 || (row.cluster == 1 && !is_backward && !phased)) continue;
           row.rows_per_block =
               row.cluster > 1 ? 1 : std::max(1, block_threads / row.threads_per_row);
           norm::Pipeline variant = pipeline;
@@ -171,23 +157,26 @@ void backward(NormKind kind, int64_t rows, int columns, bool residual, T* x, T* 
     p.mean = rstd;
     p.dbias.data = weight + 2 * columns;
   }
-  sweep(residual ? "backward residual" : "backward", p, choose_norm_bwd_config(p, device),
-        kind == NormKind::kLayer ? kLayerNormBwdItems : kNormItems,
-        {1, residual ? 3 : 2, 2 * sizeof(float), kRowThreads},
+  const NormConfig chosen = choose_norm_bwd_config(p, device);
+  const bool is_phased_layer = kind == NormKind::kLayer && chosen.access == RowAccess::kPhased;
+  sweep(residual ? "backward residual" : "backward", p, chosen, chosen.row.items,
+        {1, residual ? 3 : 2, 2 * sizeof(float),
+         is_phased_layer ? kPhasedLayerNormBwdThreads : kRowThreads},
         (residual ? 8e-9 : 6e-9) * rows * columns, device,
         [&](const NormConfig& config) { CHECK(launch_norm_bwd(p, config, workspace, nullptr)); });
 }
 
-int main() {
+int main(int argc, char** argv) {
+  only_chosen = argc > 1 && std::string(argv[1]) == "chosen";
   DeviceTraits device;
   CHECK(norm_device_traits(&device));
   std::printf("%d SMs, resident clusters of 2, 4, 8, 16: %d %d %d %d\n", device.num_sms,
               device.resident_clusters[0][1], device.resident_clusters[0][2],
               device.resident_clusters[0][3], device.resident_clusters[0][4]);
   constexpr int64_t kElements = int64_t{1} << 28;
-  T* x = random_values(2 * kElements + (1 << 24));
-  T* y = random_values(2 * kElements + (1 << 24));
-  T* weight = random_values(1 << 20);
+  T* x = random_values(2 * kElements + (1 << 24), 1);
+  T* y = random_values(2 * kElements + (1 << 24), 2);
+  T* weight = random_values(1 << 20, 3);
   float *rstd, *workspace;
   CHECK(cudaMalloc(&rstd, sizeof(float) << 22));
   CHECK(cudaMemset(rstd, 0x3f, sizeof(float) << 22));
@@ -206,7 +195,11 @@ int main() {
       {NormKind::kRms, 4096, 50257, false},   {NormKind::kRms, 128, 4096, false},
       {NormKind::kRms, 1, 4096, false},       {NormKind::kLayer, 81920, 3072, false},
       {NormKind::kLayer, 65536, 4096, false}, {NormKind::kLayer, 16384, 16384, false},
-      {NormKind::kLayer, 4096, 65536, false},
+      {NormKind::kLayer, 4096, 65536, false}, {NormKind::kLayer, 1024, 262144, false},
+      {NormKind::kLayer, 65536, 4097, false}, {NormKind::kLayer, 4096, 50257, false},
+      {NormKind::kRms, 262144, 1025, false},  {NormKind::kLayer, 262144, 1025, false},
+      {NormKind::kRms, 1 << 20, 1, false},    {NormKind::kLayer, 1 << 20, 1, false},
+      {NormKind::kRms, 1 << 20, 7, false},    {NormKind::kLayer, 1 << 20, 7, false},
   };
   for (const auto& c : cases) {
     forward(c.kind, c.rows, c.columns, c.residual, x, y, weight, device);

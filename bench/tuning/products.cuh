@@ -7,31 +7,22 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.cuh"
-
-using T = __nv_bfloat16;
+#include "random_values.cuh"
 
 namespace {
 
 constexpr int kRounds = 5, kCallsPerRound = 6;
-
-__global__ void fill(T* data, int64_t n, unsigned seed, float scale) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
-    unsigned x = static_cast<unsigned>(i) * 2654435761u + seed;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    data[i] = __float2bfloat16_rn(((x & 0xffff) / 32768.0f - 1.0f) * scale);
-  }
-}
 
 __global__ void compare(const T* a, const T* b, int64_t n, float* largest) {
   float most = 0;
@@ -40,13 +31,6 @@ __global__ void compare(const T* a, const T* b, int64_t n, float* largest) {
     most = difference <= most ? most : difference;  // a NaN stays
   }
   atomicMax(reinterpret_cast<int*>(largest), __float_as_int(fabsf(most)));
-}
-
-T* random_values(int64_t n, unsigned seed, float scale = 1) {
-  T* data;
-  CHECK(cudaMalloc(&data, n * sizeof(T)));
-  fill<<<1024, 256>>>(data, n, seed, scale);
-  return data;
 }
 
 float difference(const T* a, const T* b, int64_t n) {
@@ -67,7 +51,10 @@ struct Contender {
   std::vector<double> times;
 };
 
-void race(const char* shape, double flops, std::vector<Contender>& contenders) {
+// With a pause before every measurement the card is cool and at its highest clock; without, large
+// products take it to its power limit, where those that need less energy are the faster ones.
+void race(const char* shape, double flops, std::vector<Contender>& contenders,
+          std::chrono::milliseconds pause = {}) {
   cudaEvent_t start, end;
   CHECK(cudaEventCreate(&start));
   CHECK(cudaEventCreate(&end));
@@ -82,6 +69,8 @@ void race(const char* shape, double flops, std::vector<Contender>& contenders) {
   }
   for (int round = 0; round < kRounds; ++round) {
     for (Contender& c : contenders) {
+      CHECK(cudaDeviceSynchronize());
+      std::this_thread::sleep_for(pause);
       c.call();
       CHECK(cudaEventRecord(start));
       for (int i = 0; i < kCallsPerRound; ++i) c.call();

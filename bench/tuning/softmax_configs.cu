@@ -13,20 +13,10 @@
 #include <vector>
 
 #include "check.cuh"
+#include "random_values.cuh"
 #include "softmax.cu"
 
 using namespace fusedcuda;
-using T = __nv_bfloat16;
-
-__global__ void fill(T* data, int64_t n) {
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
-    unsigned x = static_cast<unsigned>(i) * 2654435761u;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    data[i] = __float2bfloat16_rn((x & 0xffff) / 8192.0f - 4.0f);
-  }
-}
 
 struct Contender {
   RowConfig config;
@@ -149,10 +139,9 @@ int main() {
   DeviceTraits device;
   CHECK(softmax_device_traits(&device));
   constexpr int64_t kElements = int64_t{1} << 28;
-  T *x, *y;
-  CHECK(cudaMalloc(&x, 2 * kElements * sizeof(T)));
+  T* const x = random_values(2 * kElements, 0, 4);
+  T* y;
   CHECK(cudaMalloc(&y, kElements * sizeof(T)));
-  fill<<<1024, 256>>>(x, 2 * kElements);
   for (int columns : {1024, 4096, 8192, 16384, 32768, 65536, 262144})
     sweep(kElements / columns, columns, x, y, device);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +12,14 @@
 #include "shim.h"
 
 namespace fusedcuda {
+
+using OptionalTensor = std::optional<Tensor>;
+
+inline Activation activation_of(const char* op, int64_t code) {
+  if (code < 0 || code >= kNumActivations)
+    fail(op, ": activation must be a code from 0 to ", kNumActivations - 1, "; got ", code);
+  return static_cast<Activation>(code);
+}
 
 // Arguments that had to be copied first, for the length of a call.
 class Copies {
@@ -257,5 +266,15 @@ class LinearCall {
   bool batched_ = false;
   std::vector<int64_t> output_sizes_;
 };
+
+// Memory for a copy of a bias that is not aligned.
+inline void read_bias(LinearCall& call, const OptionalTensor& bias, LinearForward* f,
+                      OptionalTensor* aligned) {
+  if (!bias) return;
+  f->bias = call.bias(*bias, &f->bias_batch);
+  if (alignment_of(f->bias) >= 16) return;
+  *aligned = call.allocate_elements(f->layer.batch * f->layer.n, View(*bias).dtype);
+  f->aligned_bias = View(**aligned).data;
+}
 
 }  // namespace fusedcuda

@@ -144,14 +144,27 @@ inline Steps plan_forward(const LinearForward& f, const PlanSource& source) {
 
 // --- Backward
 
+inline ColumnSumsParams sums_of(const LinearLayer& layer, const LinearMatrix& dy, void* dbias) {
+  ColumnSumsParams sums;
+  sums.rows.dtype = layer.dtype;
+  sums.rows.backward = true;
+  sums.rows.m = layer.batch * layer.m;
+  sums.rows.n = layer.n;
+  sums.rows.input = {dy.data, dy.stride};
+  sums.batch = layer.batch;
+  sums.sums = dbias;
+  return sums;
+}
+
 // dweight = dz.T x with the sum of dz's columns in its epilogue, or that sum apart.
 inline void plan_weight_gradients(const LinearBackward& b, const LinearMatrix& dz, void* dbias,
                                   const char* dweight_name, const char* dbias_name,
                                   StepPlanner& planner) {
   const LinearLayer& layer = b.layer;
-  const ColumnSum sum = {dz, layer.batch, layer.m, layer.n, dbias};
+  const ColumnSumsParams sums = sums_of(layer, dz, dbias);
   if (b.dweight == nullptr) {
-    if (dbias != nullptr) planner.sum(dbias_name, sum, "no product reads dz along its columns");
+    const char* why = "no product reads dz along its columns";
+    if (dbias != nullptr) planner.column_sums(dbias_name, sums, why);
     return;
   }
   Matmul matmul = product(layer, layer.n, layer.k, layer.m, transposed(as_factor(dz)),
@@ -162,7 +175,7 @@ inline void plan_weight_gradients(const LinearBackward& b, const LinearMatrix& d
     add_bias(fused, dbias, layer.n);
     const char* why;
     if (planner.try_matmul(dweight_name, fused, &why) != nullptr) return;
-    planner.sum(dbias_name, sum, why);
+    planner.column_sums(dbias_name, sums, why);
   }
   planner.matmul(dweight_name, matmul);
 }
@@ -184,8 +197,30 @@ inline ActRowsParams act_gradient(const LinearBackward& b, const LinearMatrix& d
   rows.input = {dy.data, dy.stride};
   rows.saves = b.saves;
   rows.saved = b.saved;
-  rows.output = {b.dz.data, b.dz.stride};
+  // The sum of dz needs none in memory.
+  if (b.dx != nullptr || b.dweight != nullptr) rows.output = {b.dz.data, b.dz.stride};
   return rows;
+}
+
+// How a step is called by what it makes.
+struct ActGradientNames {
+  const char *dz, *both, *dbias;
+};
+
+// dz = dy * act'(z), and in the same pass the sums of its columns. An epilogue that adds them up is
+// not asked for: it would read dz as well, and on Hopper is a kernel of its own.
+inline void plan_act_gradient(const LinearBackward& b, const LinearMatrix& dy,
+                              const ActGradientNames& names, const char* why,
+                              StepPlanner& planner) {
+  const ActRowsParams rows = act_gradient(b, dy);
+  const bool keeps_dz = rows.output.data != nullptr;
+  if (b.dbias != nullptr) {
+    ColumnSumsParams sums = sums_of(b.layer, dy, b.dbias);
+    sums.rows = rows;
+    planner.column_sums(keeps_dz ? names.both : names.dbias, sums, why);
+  } else if (keeps_dz) {
+    planner.act_rows(names.dz, rows, why);
+  }
 }
 
 // Our own products take rows of x and of the weight, and need an activation to have an advantage.
@@ -238,13 +273,14 @@ inline bool try_hopper(const LinearBackward& b, const char* what, StepPlanner& p
 inline Steps plan_backward(const LinearBackward& b, const PlanSource& source) {
   StepPlanner planner(source);
   if (try_hopper(b, "dx, dweight, dbias", planner)) return planner.take();
-  LinearMatrix dz = b.dy;
-  if (b.activation != Activation::kNone) {
-    planner.act_rows("dz", act_gradient(b, b.dy));
-    dz = b.dz;
+  if (b.activation == Activation::kNone) {
+    plan_weight_gradients(b, b.dy, b.dbias, "dweight", "dbias", planner);
+    plan_dx(b, b.dy, planner);
+    return planner.take();
   }
-  plan_weight_gradients(b, dz, b.dbias, "dweight", "dbias", planner);
-  plan_dx(b, dz, planner);
+  plan_act_gradient(b, b.dy, {"dz", "dz, dbias", "dbias"}, nullptr, planner);
+  plan_weight_gradients(b, b.dz, nullptr, "dweight", "dbias", planner);
+  plan_dx(b, b.dz, planner);
   return planner.take();
 }
 
@@ -286,8 +322,10 @@ inline Steps plan_mlp_backward(const MlpBackward& mlp, const PlanSource& source)
   if (!fused) {
     planner.matmul("dh", matmul);
     if (try_hopper(first, "dx, dw1, db1", planner)) return planner.take();
-    if (first.activation != Activation::kNone)
-      planner.act_rows("dz1", act_gradient(first, first.dz), why);
+    if (first.activation != Activation::kNone) {
+      plan_act_gradient(first, first.dz, {"dz1", "dz1, db1", "db1"}, why, planner);
+      db1 = nullptr;
+    }
   }
   plan_weight_gradients(first, first.dz, db1, "dw1", "db1", planner);
   plan_dx(first, first.dz, planner);

@@ -38,8 +38,8 @@ const Step* run_steps(const Steps& steps, Runner& runner) {
       case StepKind::kActRows:
         runner.act_rows(step.rows);
         break;
-      case StepKind::kSum:
-        runner.sum(step.sum);
+      case StepKind::kColumnSums:
+        runner.column_sums(step.sums, step.sums_config);
         break;
       case StepKind::kQuantize:
         runner.quantize(step.quantize);
@@ -69,6 +69,13 @@ Steps run_planned(const Plan& plan, const PlanSource& source, Runner& runner) {
 
 // --- Text
 
+inline const char* kernel_name(const ColumnSumsParams& params, const ColumnSumsConfig& config) {
+  const bool is_dy = params.rows.saves == SavedForBackward::kNone;
+  if (config.slices == 1) return is_dy ? "column_sums_kernel" : "act_rows_bwd_sum_kernel";
+  return is_dy ? "column_sums_kernel, sum_partials_kernel"
+               : "act_rows_bwd_sum_kernel, sum_partials_kernel";
+}
+
 // The name of what a step launches, as far as it is known.
 inline const char* kernel_name(const Step& step) {
   switch (step.kind) {
@@ -86,8 +93,8 @@ inline const char* kernel_name(const Step& step) {
       return "torch.copy_";
     case StepKind::kActRows:
       return "act_rows_kernel";
-    case StepKind::kSum:
-      return "torch.sum";
+    case StepKind::kColumnSums:
+      return kernel_name(step.sums, step.sums_config);
     case StepKind::kQuantize:
       return "torch.div, clamp, to";
     case StepKind::kPadRows:
@@ -104,8 +111,9 @@ inline std::string tile_name(const GemmConfig& config) {
          (config.cluster > 1 ? ", clusters of " + std::to_string(config.cluster) : "");
 }
 
-// As far as is known: the parts of a split product are added up by a kernel of their own.
+// As far as is known: the parts of a split product or sum are added up by a kernel of their own.
 inline int num_kernels(const Step& step, int split_k) {
+  if (step.kind == StepKind::kColumnSums) return step.sums_config.slices > 1 ? 2 : 1;
   if (step.kind != StepKind::kHopperBwd) return split_k > 1 ? 2 : 1;
   return (step.hopper_bwd.dx.data != nullptr ? 1 : 0) + (step.hopper_bwd.dweight == nullptr ? 0
                                                          : split_k > 1                      ? 2
@@ -130,6 +138,7 @@ inline std::string describe(const Step& step) {
     traits.split_k = step.bwd_config.dweight.splits;
     workspace = step.bwd_config.workspace_bytes;
   }
+  if (step.kind == StepKind::kColumnSums) workspace = step.sums_config.workspace_bytes;
   if (step.plan != nullptr) {
     traits = describe(step.plan->algorithm());
     algorithm = std::to_string(traits.id);

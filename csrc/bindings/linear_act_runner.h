@@ -36,14 +36,15 @@ class TorchRunner {
   }
 
   void hopper_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config) {
-    std::optional<Tensor> workspace;
-    void* data = nullptr;
-    if (config.workspace_bytes > 0) {
-      workspace = empty_contiguous(&config.workspace_bytes, 1, aoti_torch_dtype_uint8(),
-                                   aoti_torch_device_type_cuda(), device_);
-      data = View(*workspace).data;
-    }
-    throw_on_error(launch_linear_act_bwd(params, config, data, stream_), op_);
+    std::optional<Tensor> memory;
+    void* const workspace = allocate(config.workspace_bytes, &memory);
+    throw_on_error(launch_linear_act_bwd(params, config, workspace, stream_), op_);
+  }
+
+  void column_sums(const ColumnSumsParams& params, const ColumnSumsConfig& config) {
+    std::optional<Tensor> memory;
+    void* const workspace = allocate(config.workspace_bytes, &memory);
+    throw_on_error(launch_column_sums(params, config, workspace, stream_), op_);
   }
 
   void act_rows(const ActRowsParams& params) {
@@ -82,12 +83,19 @@ class TorchRunner {
         cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDeviceToDevice, stream_), op_);
   }
 
-  void sum(const ColumnSum& sum) { torch_.sum(sum, dtype_); }
   void bias_rows(const BiasRows& rows) { torch_.bias_rows(rows, dtype_); }
   void product(const Matmul& matmul) { torch_.product(matmul); }
   void quantize(const Quantize& quantize) { torch_.quantize(quantize); }
 
  private:
+  // Null if it is of no bytes.
+  void* allocate(int64_t bytes, std::optional<Tensor>* memory) const {
+    if (bytes == 0) return nullptr;
+    *memory = empty_contiguous(&bytes, 1, aoti_torch_dtype_uint8(), aoti_torch_device_type_cuda(),
+                               device_);
+    return View(**memory).data;
+  }
+
   const char* op_;
   DType dtype_;
   const PlanSource& source_;

@@ -7,115 +7,28 @@
 #include <utility>
 #include <vector>
 
-#include "../kernels/linear_act.h"
+#include "../kernels/linear_act_columns_config.h"
 #include "../kernels/linear_act_config.h"
 #include "cublaslt_plan_cache.h"
 #include "cublaslt_support.h"
+#include "linear_act_layer.h"
 
 namespace fusedcuda {
-
-// --- What is computed
-
-// `batch` matrices whose elements of a row are neighbours.
-struct LinearMatrix {
-  void* data = nullptr;
-  int64_t stride = 0, batch_stride = 0;
-};
-
-struct LinearFactor {
-  GemmFactor matrix;
-  int64_t batch_stride = 0;
-};
-
-// The same memory as a factor whose rows and k have changed places.
-inline LinearFactor transposed(LinearFactor factor) {
-  factor.matrix.k_is_inner = !factor.matrix.k_is_inner;
-  return factor;
-}
-
-inline LinearFactor as_factor(const LinearMatrix& matrix) {
-  return {{matrix.data, matrix.stride, true}, matrix.batch_stride};
-}
-
-// x (m x k) and weight (n x k), `batch` times.
-struct LinearLayer {
-  DType dtype = DType::kBFloat16;
-  int64_t batch = 1, m = 0, n = 0, k = 0;
-  bool allows_tf32 = false;
-  bool low_precision_reduction = false;
-  int32_t device = 0;
-};
-
-// What the forward of a layer saves: what our own products of the gradient take, and in wider
-// types, for which there are none, what cuBLASLt's epilogues do.
-inline SavedForBackward saved_for_backward(Activation activation, DType dtype) {
-  if (activation == Activation::kNone) return SavedForBackward::kNone;
-  if (activation == Activation::kRelu) return SavedForBackward::kMask;
-  return size_of(dtype) == 2 ? SavedForBackward::kDerivative : SavedForBackward::kPreActivation;
-}
-
-// y = act(x weight.T + bias + residual). Outputs are contiguous.
-struct LinearForward {
-  LinearLayer layer;
-  Activation activation = Activation::kNone;
-  LinearFactor x, weight;
-  void* bias = nullptr;
-  int64_t bias_batch = 0;
-  void* aligned_bias = nullptr;  // as many elements, for a copy of a bias that is not aligned
-  LinearMatrix residual, output;
-  void* padded_x = nullptr;  // room for copies with padded rows, or null
-  void* padded_weight = nullptr;
-  SavedForBackward saves = SavedForBackward::kNone;  // kNone: no gradient is needed
-  void* saved = nullptr;
-};
-
-// The gradients of a layer; those that are null are not wanted. dz has room for dy * act'(z), and
-// is dy itself where there is no activation.
-struct LinearBackward {
-  LinearLayer layer;
-  Activation activation = Activation::kNone;
-  LinearMatrix dy, dz;
-  LinearFactor x, weight;
-  SavedForBackward saves = SavedForBackward::kNone;
-  void* saved = nullptr;
-  void* dx = nullptr;
-  void* dweight = nullptr;
-  void* dbias = nullptr;
-  void* padded_x = nullptr;  // room for copies with padded rows, or null
-  void* padded_weight = nullptr;
-  void* padded_dx = nullptr;
-};
-
-// The gradients of two layers, the second one without activation: h = act(z), y = h w2.T + b2.
-struct MlpBackward {
-  LinearBackward first;  // its dy is not given but made, and lies in its dz
-  LinearMatrix dy;
-  LinearFactor h, w2;
-  int64_t out_features = 0;
-  void* dw2 = nullptr;
-  void* db2 = nullptr;
-};
 
 // --- What is done
 
 enum class StepKind {
-  kMatmul,     // cuBLASLt
-  kHopper,     // our own product, with everything in its epilogue
-  kHopperBwd,  // likewise both products of the gradient
-  kProduct,    // torch's product and additions, for what cuBLASLt has no kernel
-  kDotRows,    // our own product for a layer of one output
-  kBiasRows,   // the bias in every row of the output, to which a product is then added
-  kActRows,    // y = act(z), or dz = dy act'(z)
-  kQuantize,   // y / scale in 8 bits, by torch
-  kSum,        // over the rows, by torch
-  kCopy,       // of a bias, to an aligned address
-  kPadRows,    // to rows that start at multiples of 16 bytes, or back
-};
-
-struct ColumnSum {
-  LinearMatrix matrix;
-  int64_t batch = 1, m = 0, n = 0;
-  void* sum = nullptr;
+  kMatmul,      // cuBLASLt
+  kHopper,      // our own product, with everything in its epilogue
+  kHopperBwd,   // likewise both products of the gradient
+  kProduct,     // torch's product and additions, for what cuBLASLt has no kernel
+  kDotRows,     // our own product for a layer of one output
+  kBiasRows,    // the bias in every row of the output, to which a product is then added
+  kActRows,     // y = act(z), or dz = dy act'(z)
+  kColumnSums,  // over the rows of dy, or of dz in the pass that makes it
+  kQuantize,    // y / scale in 8 bits, by torch
+  kCopy,        // of a bias, to an aligned address
+  kPadRows,     // to rows that start at multiples of 16 bytes, or back
 };
 
 struct Copy {
@@ -149,7 +62,8 @@ struct Step {
   LinearActBwdParams hopper_bwd;
   LinearActBwdConfig bwd_config;
   ActRowsParams rows;
-  ColumnSum sum;
+  ColumnSumsParams sums;
+  ColumnSumsConfig sums_config;
   BiasRows bias_rows;
   Copy copy;
   Quantize quantize;
@@ -333,8 +247,12 @@ class StepPlanner {
     step.rows.dependent = source_.device.dependent_launch;
   }
 
-  void sum(const char* what, const ColumnSum& sum, const char* why) {
-    add(StepKind::kSum, what, why).sum = sum;
+  void column_sums(const char* what, const ColumnSumsParams& params, const char* why = nullptr) {
+    if (params.batch == 0 || params.rows.n == 0) return;
+    Step& step = add(StepKind::kColumnSums, what, why);
+    step.sums = params;
+    step.sums.rows.dependent = source_.device.dependent_launch;
+    step.sums_config = choose_column_sums_config(params, source_.device);
   }
 
   void copy(const char* what, const Copy& copy, const char* why) {

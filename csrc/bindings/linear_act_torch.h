@@ -37,16 +37,6 @@ class TorchSteps {
   TorchSteps(int32_t device_type, int32_t device_index)
       : device_type_(device_type), device_index_(device_index) {}
 
-  void sum(const ColumnSum& s, DType dtype) const {
-    const int32_t type = torch_dtype(dtype);
-    const Tensor rows =
-        at(s.matrix.data, type, {s.batch, s.m, s.n}, {s.m * s.matrix.stride, s.matrix.stride, 1});
-    Tensor result = at(s.sum, type, {s.batch, 1, s.n}, {s.n, s.n, 1});
-    const int64_t dimension = 1;
-    torch::stable::sum_out(result, rows, torch::headeronly::IntHeaderOnlyArrayRef(&dimension, 1),
-                           true);
-  }
-
   void bias_rows(const BiasRows& b, DType dtype) const {
     const int32_t type = torch_dtype(dtype);
     const std::array<int64_t, 3> sizes = {b.batch, b.m, b.n};

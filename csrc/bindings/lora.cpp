@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../kernels/lora_config.h"
+#include "lora_product.h"
 #include "row_call.h"
 
 namespace fusedcuda {
@@ -241,11 +242,13 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("lora_down", TORCH_BOX(&lora_down));
   m.impl("lora_up", TORCH_BOX(&lora_up));
   m.impl("lora_dropout", TORCH_BOX(&lora_dropout));
+  m.impl("lora_product", TORCH_BOX(&lora_product));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
   m.impl("lora_down_plan", TORCH_BOX(&lora_down_plan));
   m.impl("lora_up_plan", TORCH_BOX(&lora_up_plan));
+  m.impl("lora_product_plan", TORCH_BOX(&lora_product_plan));
 }
 
 }  // namespace fusedcuda

@@ -40,13 +40,12 @@ __global__ void __launch_bounds__(kGemmThreads, 1) gated_product_kernel_sm90(
 
 namespace gated_mlp {
 
-// Two computing warpgroups in turns, so that an epilogue costs nothing beside the other's products;
-// the best tile of a plain product with an activation (linear_act.cu), with half of its columns of
-// each weight. bench/tuning/gated_mlp_configs.cu times others.
-template <typename T>
-using ProductGemm =
-    HopperGemm<T, kTileRows, 2 * kTileColumns, true, 2, 5, true, true, GemmScale::kNone, 4, 0,
-               /*kBIsPair=*/true>;
+// Two computing warpgroups in turns, so that an epilogue costs nothing beside the other's products.
+// bench/tuning/gated_mlp_configs.cu times other tiles.
+template <typename T, int kColumns>
+using ProductGemm = HopperGemm<T, kTileRows, 2 * kColumns, true, kColumns == kColumnsOfFew ? 1 : 2,
+                               kColumns == kColumnsOfFew ? 5 : 4, true, true, GemmScale::kNone,
+                               kColumns == kColumnsOfFew ? 4 : 2, 0, /*kBIsPair=*/true>;
 
 template <typename Gemm>
 cudaError_t describe(const GatedProductParams& p, const GemmConfig& config,
@@ -80,10 +79,18 @@ cudaError_t run(const GatedProductParams& p, const GemmConfig& config, cudaStrea
   return gemm::start<Gemm>(gated_product_kernel_sm90<Gemm>, config, stream, params);
 }
 
+template <typename T>
+cudaError_t run_tile(const GatedProductParams& p, const GemmConfig& config, cudaStream_t stream) {
+  return config.tile_columns == kColumnsOfFew
+             ? run<ProductGemm<T, kColumnsOfFew>>(p, config, stream)
+             : run<ProductGemm<T, kColumnsOfMany>>(p, config, stream);
+}
+
 }  // namespace gated_mlp
 
 cudaError_t gated_mlp_device_traits(DeviceTraits* traits) {
-  const auto kernel = gated_product_kernel_sm90<gated_mlp::ProductGemm<__nv_bfloat16>>;
+  const auto kernel =
+      gated_product_kernel_sm90<gated_mlp::ProductGemm<__nv_bfloat16, gated_mlp::kColumnsOfMany>>;
   const cudaError_t status = describe_device(kernel, traits);
   return status == cudaSuccess ? gemm::describe_products(kernel, traits) : status;
 }
@@ -91,8 +98,8 @@ cudaError_t gated_mlp_device_traits(DeviceTraits* traits) {
 cudaError_t launch_gated_product(const GatedProductParams& params, const GemmConfig& config,
                                  cudaStream_t stream) {
   return params.dtype == DType::kFloat16
-             ? gated_mlp::run<gated_mlp::ProductGemm<__half>>(params, config, stream)
-             : gated_mlp::run<gated_mlp::ProductGemm<__nv_bfloat16>>(params, config, stream);
+             ? gated_mlp::run_tile<__half>(params, config, stream)
+             : gated_mlp::run_tile<__nv_bfloat16>(params, config, stream);
 }
 
 }  // namespace fusedcuda

@@ -9,8 +9,11 @@ namespace fusedcuda {
 
 namespace gated_mlp {
 
+// Columns of h: as many of gate and of up are computed. With few rows blocks by themselves, and the
+// narrower tile; with many, clusters of two, which fetch less.
 constexpr int kTileRows = 128;
-constexpr int kTileColumns = 64;  // of h: as many of gate and of up are computed
+constexpr int kColumnsOfFew = 64, kColumnsOfMany = 96;
+constexpr int64_t kMostOfFew = 1024;
 
 }  // namespace gated_mlp
 
@@ -24,14 +27,18 @@ inline bool gated_product_can_run(const GatedProductParams& p, const DeviceTrait
   return gemm::can_run(p.dtype, p.m, p.f, p.k, device) && factors_fit && results_fit;
 }
 
-// Tiles of 128 x 96 (2747 us instead of 2713 at 8192 x 14336 x 4096), of both warpgroups together
-// (2807) and single blocks (2903) lost (H200, bench/tuning/gated_mlp_configs.cu).
+// Measured on an H200 at its highest clock (bench/tuning/gated_mlp_configs.cu), K = 4096, F =
+// 14336: of 8192 rows, 2407 us with 96 columns and clusters, 2447 with 64 and without, 2512 with 64
+// and clusters, 2458 and more with both warpgroups together; of 512 rows 168.0, 162.7 and 167.5; of
+// 128 rows 110, 65 and 122. (At its power limit it takes 2870, 3036 and 2936.)
 inline GemmConfig choose_gated_product_config(const GatedProductParams& params,
                                               const DeviceTraits& device) {
   GemmConfig config;
+  const bool has_few_rows = params.m <= gated_mlp::kMostOfFew;
   config.group = gemm::group_for(2 * params.f * params.k * size_of(params.dtype));
   config.tile_rows = gated_mlp::kTileRows;
-  config.tile_columns = gated_mlp::kTileColumns;
+  config.tile_columns = has_few_rows ? gated_mlp::kColumnsOfFew : gated_mlp::kColumnsOfMany;
+  config.cluster = has_few_rows ? 1 : 2;
   gemm::set_blocks(params.m, params.f, device, &config);
   return config;
 }

@@ -14,13 +14,15 @@
 // Memory: dy and what was saved once for each, x, weight and the results once. dweight is split
 // along m, and its parts are added up in a fixed order.
 //
-// And elementwise kernels for the products that cuBLASLt makes: y = act(z), dz = dy act'(z).
+// And elementwise kernels for the products that cuBLASLt makes: y = act(z), dz = dy act'(z), the
+// latter with its sum over m (linear_act_columns.cuh).
 #include "common/gemm_launch.cuh"
 #include "common/row_launch.cuh"
 #include "common/run_gemm.cuh"
 #include "common/sum_splits.cuh"
 #include "linear_act.h"
 #include "linear_act_bwd_epilogue.cuh"
+#include "linear_act_columns.cuh"
 #include "linear_act_config.h"
 #include "linear_act_dot.cuh"
 #include "linear_act_epilogue.cuh"
@@ -32,11 +34,13 @@ namespace fusedcuda {
 // Kernels
 // --------------------------------------------------------------------------------------------------
 
-template <typename Gemm>
+// Without kActivates there is no activation, and nothing is saved.
+template <typename Gemm, bool kActivates = true>
 __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_kernel_sm90(
     const __grid_constant__ GemmKernelParams<LinearActEpilogueParams> params) {
 #if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_gemm<Gemm, LinearActEpilogue<Gemm>>(params.factors, params.tiles, params.epilogue);
+  run_gemm<Gemm, LinearActEpilogue<Gemm, kActivates>>(params.factors, params.tiles,
+                                                      params.epilogue);
 #else
   __trap();
 #endif
@@ -92,7 +96,7 @@ cudaError_t describe(const GemmFactor& a, const GemmFactor& b, int64_t m, int64_
 
 // --- Forward
 
-template <typename Gemm>
+template <typename Gemm, bool kActivates = true>
 cudaError_t run(const LinearActParams& p, const GemmConfig& config, cudaStream_t stream) {
   GemmKernelParams<LinearActEpilogueParams> params;
   LinearActEpilogueParams& epilogue = params.epilogue;
@@ -114,24 +118,30 @@ cudaError_t run(const LinearActParams& p, const GemmConfig& config, cudaStream_t
   epilogue.activation = p.activation;
   epilogue.m = static_cast<int>(p.m);
   epilogue.n = static_cast<int>(p.n);
-  return gemm::start<Gemm>(linear_act_kernel_sm90<Gemm>, config, stream, params);
+  return gemm::start<Gemm>(linear_act_kernel_sm90<Gemm, kActivates>, config, stream, params);
 }
 
-// Two computing warpgroups in turns: what an epilogue costs is hidden by the other's products. (256
-// columns for both together need a third less traffic, but wait for the epilogue: 10 to 25 %
-// slower on all of bench/tuning/linear_act_configs.cu's shapes but the shortest k.)
 template <typename T, bool kBKInner>
-using ForwardGemm =
-    HopperGemm<T, kTileRows, kTileColumns, true, 2, 5, true, kBKInner, GemmScale::kNone, 4>;
+using InTurnsGemm =
+    HopperGemm<T, kTileRows, kColumnsInTurns, true, 2, 5, true, kBKInner, GemmScale::kNone, 4>;
+template <typename T, bool kBKInner>
+using TogetherGemm = HopperGemm<T, kTileRows / 2, kColumnsTogether, false, 2, 4, true, kBKInner>;
+
+template <typename T, bool kBKInner>
+cudaError_t run_tile(const LinearActParams& params, const GemmConfig& config, cudaStream_t stream) {
+  return config.tile_columns == kColumnsTogether
+             ? run<TogetherGemm<T, kBKInner>, /*kActivates=*/false>(params, config, stream)
+             : run<InTurnsGemm<T, kBKInner>>(params, config, stream);
+}
 
 template <typename T>
 cudaError_t run_layout(const LinearActParams& params, const GemmConfig& config,
                        cudaStream_t stream) {
-  return params.b.k_is_inner ? run<ForwardGemm<T, true>>(params, config, stream)
-                             : run<ForwardGemm<T, false>>(params, config, stream);
+  return params.b.k_is_inner ? run_tile<T, true>(params, config, stream)
+                             : run_tile<T, false>(params, config, stream);
 }
 
-constexpr auto kAnyKernel = linear_act_kernel_sm90<ForwardGemm<__nv_bfloat16, true>>;
+constexpr auto kAnyKernel = linear_act_kernel_sm90<InTurnsGemm<__nv_bfloat16, true>>;
 
 // --- Gradient
 
@@ -282,19 +292,22 @@ cudaError_t launch_act_rows(const ActRowsParams& p, cudaStream_t stream) {
                     stream, params, more...);
     };
     if (is_mask && !p.backward) return start(relu_mask_kernel<T>, ceil_div(p.n, 8), p.n);
-    auto in_vectors = [&](const void* data, int64_t stride) {
-      return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 && stride % kVec == 0;
-    };
-    const bool has_elements = p.saved != nullptr && !is_mask;
-    const bool vectors = p.n % kVec == 0 && in_vectors(p.input.data, p.input.stride) &&
-                         in_vectors(p.output.data, p.output.stride) &&
-                         (!has_elements || in_vectors(p.saved, p.n));
+    const bool vectors = linear_act::can_load_vectors(p);
     if (p.backward) {
       return vectors ? start(act_rows_bwd_kernel<T, kVec>, p.n / kVec)
                      : start(act_rows_bwd_kernel<T, 1>, p.n);
     }
     return vectors ? start(act_rows_kernel<T, kVec>, p.n / kVec)
                    : start(act_rows_kernel<T, 1>, p.n);
+  });
+}
+
+cudaError_t launch_column_sums(const ColumnSumsParams& params, const ColumnSumsConfig& config,
+                               void* workspace, cudaStream_t stream) {
+  if (params.batch == 0 || params.rows.n == 0) return cudaSuccess;
+  return with_type(params.rows.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return linear_act::run_column_sums<T>(params, config, workspace, stream);
   });
 }
 

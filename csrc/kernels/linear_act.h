@@ -68,6 +68,15 @@ struct ActRowsParams {
   bool dependent = false;  // whether the GPU has programmatic dependent launch
 };
 
+// sums[b, n] = the sum over the rows of each of `batch` matrices, which lie below each other in the
+// rows.m rows of `rows`: of what a backward of those makes, and writes unless its output is null;
+// or, with nothing saved, of its input.
+struct ColumnSumsParams {
+  ActRowsParams rows;
+  int64_t batch = 1;
+  void* sums = nullptr;  // contiguous, of the dtype
+};
+
 // Copies the rows of a matrix of 2-byte elements to a contiguous one with more columns, which are
 // 0: what the copy engine and the tensor cores want of rows that do not start at multiples of 16
 // bytes.
@@ -97,6 +106,7 @@ struct DotRowsParams {
 inline int64_t padded_columns(int64_t columns) { return (columns + 7) / 8 * 8; }
 
 struct LinearActBwdConfig;  // linear_act_config.h
+struct ColumnSumsConfig;    // linear_act_columns_config.h
 
 // What the choosers need to know about the current device.
 cudaError_t linear_act_device_traits(DeviceTraits* traits);
@@ -108,6 +118,8 @@ cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
                                   const LinearActBwdConfig& config, void* workspace,
                                   cudaStream_t stream);
 cudaError_t launch_act_rows(const ActRowsParams& params, cudaStream_t stream);
+cudaError_t launch_column_sums(const ColumnSumsParams& params, const ColumnSumsConfig& config,
+                               void* workspace, cudaStream_t stream);
 cudaError_t launch_pad_rows(const PadRowsParams& params, cudaStream_t stream);
 cudaError_t launch_dot_rows(const DotRowsParams& params, cudaStream_t stream);
 

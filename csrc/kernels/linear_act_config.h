@@ -17,7 +17,10 @@ struct LinearActBwdConfig {
 
 namespace linear_act {
 
-constexpr int kTileRows = 128, kTileColumns = 128;
+// Of the forward product: tiles that the warpgroups compute in turns, so that an epilogue is hidden
+// by the other's products; or together, with a third less traffic, while the tensor cores wait for
+// the epilogue, which is then short: no activation.
+constexpr int kTileRows = 128, kColumnsInTurns = 128, kColumnsTogether = 256;
 
 // Of the products of the gradient, whose columns are those of x.
 constexpr int kBwdTileRows = 128, kNarrowTileColumns = 64;
@@ -41,12 +44,36 @@ inline bool hopper_can_run(const LinearActParams& p, const DeviceTraits& device)
          gemm::can_be_boxed(p.output.data, p.output.stride, p.dtype) && saved_fits;
 }
 
+namespace linear_act {
+
+// How long a tile of the forward product takes, in columns times blocks of k. Measured on an H200
+// at its highest clock (bench/tuning/linear_products.cu), 2048 to 8192 x 4096 to 14336 x 4096 to
+// 14336: by the time of a round, columns of a tile computed together cost 7 % less each, and the
+// tile 1.6 us more, for what is then not hidden. (192 columns in turns cost 4 % less, without room
+// for an epilogue beside the sums.)
+inline double estimate_tile(int64_t k, int columns) {
+  constexpr double kExposed = 620;  // 1.6 us
+  const double products = static_cast<double>(ceil_div(k, kGemmK)) * columns;
+  return columns == kColumnsTogether ? 0.93 * products + kExposed : products;
+}
+
+}  // namespace linear_act
+
 inline GemmConfig choose_linear_act_config(const LinearActParams& params,
                                            const DeviceTraits& device) {
   GemmConfig config;
   config.group = gemm::group_for(params.n * params.k * size_of(params.dtype));
   config.tile_rows = linear_act::kTileRows;
-  config.tile_columns = linear_act::kTileColumns;
+  auto estimate = [&](int columns) {
+    config.tile_columns = columns;
+    const auto rounds = static_cast<double>(gemm::count_rounds(params.m, params.n, device, config));
+    return rounds * linear_act::estimate_tile(params.k, columns);
+  };
+  const bool is_plain =
+      params.activation == Activation::kNone && params.saves == SavedForBackward::kNone;
+  const bool together =
+      is_plain && estimate(linear_act::kColumnsTogether) < estimate(linear_act::kColumnsInTurns);
+  config.tile_columns = together ? linear_act::kColumnsTogether : linear_act::kColumnsInTurns;
   gemm::set_blocks(params.m, params.n, device, &config);
   return config;
 }
@@ -65,14 +92,16 @@ inline bool hopper_can_run(const LinearActBwdParams& p, const DeviceTraits& devi
          (p.dbias == nullptr || p.dweight != nullptr);
 }
 
-// Whether it is faster than cuBLASLt's product with what that needs around it: with a tile for
-// every cluster at least. bench/tuning/linear_act_configs.cu on an H200, against the algorithm that
-// cuBLASLt recommends, 65536x512x16 to 8192x14336x4096: 1.04 to 1.28 times as fast without anything
-// for the gradient, 0.99 for gelu_tanh at 65536x1024x480; cuBLASLt stores a mask or z in a second
-// kernel. With fewer tiles cuBLASLt has smaller ones, or splits k.
+// Whether it is faster than cuBLASLt's product with what that needs around it: where its tiles fill
+// the card. bench/tuning/linear_act_configs.cu on an H200, against the algorithm that cuBLASLt
+// recommends, 65536x512x16 to 8192x14336x4096: 1.04 to 1.28 times as fast without anything for the
+// gradient, 0.99 for gelu_tanh at 65536x1024x480; cuBLASLt stores a mask or z in a second kernel.
+// Where tiles are half empty cuBLASLt has smaller ones, or splits k: 16x14336x4096 takes it 31 us,
+// and tiles of 128 rows 92; 128x14336x4096 34 and 65.
 inline bool hopper_is_faster(const LinearActParams& params, const DeviceTraits& device) {
+  constexpr double kLeastUsefulPart = 0.7;
   const GemmConfig config = choose_linear_act_config(params, device);
-  return gemm::count_tiles(params.m, params.n, config) >= gemm::resident_clusters(device, config);
+  return gemm::useful_part(params.m, params.n, device, config) >= kLeastUsefulPart;
 }
 
 namespace linear_act {

@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_mask(const float (&values)[kCount], uint8_
 }
 
 // act(sums + bias), and what its gradient needs: a mask of a ReLU, the derivative of another
-// activation.
+// activation. Without kActivates only sums + bias.
 struct LinearActEpilogueParams {
   TensorMap output;
   SavedForBackward saves = SavedForBackward::kNone;
@@ -55,7 +55,7 @@ struct LinearActEpilogueParams {
   int m = 0, n = 0;
 };
 
-template <typename Gemm>
+template <typename Gemm, bool kActivates>
 class LinearActEpilogue : public ChunkEpilogue<Gemm> {
  public:
   using Base = ChunkEpilogue<Gemm>;
@@ -86,6 +86,10 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
         if (own_bias(i) < Gemm::kTileColumns) bias_[own_bias(i)] = to_compute(fetched_[i]);
       }
       named_barrier(this->barrier_, kWarpgroup);
+    }
+    if constexpr (!kActivates) {
+      write_all<false>(FixedActivation<Activation::kNone>(), sums, row, column);
+      return;
     }
     const bool saves = params_.saves != SavedForBackward::kNone;
     // The choice is made once for all chunks, so that they have no branches.

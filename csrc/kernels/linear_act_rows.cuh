@@ -6,6 +6,7 @@
 #include "common/convert.cuh"
 #include "common/iteration.h"
 #include "common/launch.h"
+#include "common/row.cuh"
 #include "common/vec.cuh"
 #include "linear_act.h"
 
@@ -24,6 +25,24 @@ struct ActRowsKernelParams {
   Activation activation;
   SavedForBackward saves;
 };
+
+// kVec elements as they lie in memory: a whole vector, or one.
+template <typename T, int kVec>
+using Part = std::conditional_t<kVec == 1, Vector<T, 1>, Packed<T>>;
+
+template <typename T, int kVec>
+__device__ __forceinline__ Part<T, kVec> load_part(const T* data) {
+  return *reinterpret_cast<const Part<T, kVec>*>(data);
+}
+
+template <int kVec, typename T>
+__device__ __forceinline__ void store_part(T* data, const Part<T, kVec>& values) {
+  if constexpr (kVec == 1) {
+    store_vector(data, values);
+  } else {
+    store_packed(data, values);
+  }
+}
 
 // Calls f(from, to, row, column) for every kVec elements: where they are read and written.
 template <typename T, int kVec, typename F>
@@ -54,39 +73,68 @@ __global__ void __launch_bounds__(kActRowsThreads)
     activate<kFast>(params.activation, z, ones, y, derivative);
     if (params.saves == SavedForBackward::kDerivative) {
       T* const saved = static_cast<T*>(params.saved) + row * params.saved_stride + column;
-      store_vector(saved, pack<T, kVec>(derivative));
+      store_part<kVec, T>(saved, pack<T, kVec>(derivative));
     }
-    store_vector(to, pack<T, kVec>(y));
+    store_part<kVec, T>(to, pack<T, kVec>(y));
   });
+}
+
+template <SavedForBackward kSaves>
+using Saves = std::integral_constant<SavedForBackward, kSaves>;
+
+// What was saved of kVec elements, as it lies in memory: of a mask the byte that has their bits.
+template <typename T, int kVec, SavedForBackward kSaves>
+__device__ __forceinline__ auto load_saved(const void* saved, int64_t stride, int64_t row,
+                                           int64_t column) {
+  if constexpr (kSaves == SavedForBackward::kMask) {
+    return static_cast<const uint8_t*>(saved)[row * stride + column / 8];
+  } else {
+    return load_part<T, kVec>(static_cast<const T*>(saved) + row * stride + column);
+  }
+}
+
+// dz = dy * act'(z), given what load_saved() returned.
+template <typename T, SavedForBackward kSaves, int kVec, typename Saved>
+__device__ __forceinline__ void act_gradient(Activation activation, const Compute<T> (&dy)[kVec],
+                                             const Saved& saved, int64_t column,
+                                             Compute<T> (&dz)[kVec]) {
+  using C = Compute<T>;
+  if constexpr (kSaves == SavedForBackward::kMask) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) dz[j] = saved >> ((column + j) % 8) & 1 ? dy[j] : C(0);
+  } else {
+    C values[kVec], y[kVec];
+    unpack(saved, values);
+    if constexpr (kSaves == SavedForBackward::kDerivative) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) dz[j] = dy[j] * values[j];
+    } else {
+      activate<sizeof(T) == 2>(activation, values, dy, y, dz);
+    }
+  }
 }
 
 // dz = dy * act'(z).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kActRowsThreads)
     act_rows_bwd_kernel(const __grid_constant__ ActRowsKernelParams params) {
-  using C = Compute<T>;
-  constexpr bool kFast = sizeof(T) == 2;
   for_vectors<T, kVec>(params, [&](const T* from, T* to, int64_t row, int64_t column) {
-    C dy[kVec], saved[kVec], y[kVec], dz[kVec];
-    unpack(load_vector<T, kVec>(from), dy);
+    Compute<T> dy[kVec], dz[kVec];
+    unpack(load_part<T, kVec>(from), dy);
+    auto scale = [&](auto saves) {
+      constexpr SavedForBackward kSaves = decltype(saves)::value;
+      const auto saved =
+          load_saved<T, kVec, kSaves>(params.saved, params.saved_stride, row, column);
+      act_gradient<T, kSaves>(params.activation, dy, saved, column, dz);
+    };
     if (params.saves == SavedForBackward::kMask) {
-      // A vector's bits are in one byte.
-      const uint8_t bits =
-          static_cast<const uint8_t*>(params.saved)[row * params.saved_stride + column / 8];
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) dz[j] = bits >> ((column + j) % 8) & 1 ? dy[j] : C(0);
+      scale(Saves<SavedForBackward::kMask>());
+    } else if (params.saves == SavedForBackward::kDerivative) {
+      scale(Saves<SavedForBackward::kDerivative>());
     } else {
-      const T* const values =
-          static_cast<const T*>(params.saved) + row * params.saved_stride + column;
-      unpack(load_vector<T, kVec>(values), saved);
-      if (params.saves == SavedForBackward::kDerivative) {
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) dz[j] = dy[j] * saved[j];
-      } else {
-        activate<kFast>(params.activation, saved, dy, y, dz);
-      }
+      scale(Saves<SavedForBackward::kPreActivation>());
     }
-    store_vector(to, pack<T, kVec>(dz));
+    store_part<kVec, T>(to, pack<T, kVec>(dz));
   });
 }
 

@@ -10,6 +10,8 @@
 // 50 KB or more of them in flight on an SM, and warps multiply there with mma.sync. Up to 64 ranks
 // are one pass over x, more are one for each 64.
 //
+// Of many rows, and up to 16 ranks, t is made beside the product that needs it (lora_product.cuh).
+//
 // Dropout is a function of the seed and the place of an element (philox.cuh): 10 instructions an
 // element that hide behind the copies, and no mask in memory.
 
@@ -21,6 +23,7 @@
 #include "common/sum_partials.cuh"
 #include "lora.h"
 #include "lora_down.cuh"
+#include "lora_product.cuh"
 #include "lora_up.cuh"
 
 namespace fusedcuda {
@@ -126,6 +129,18 @@ cudaError_t with_half_type(DType dtype, F f) {
 
 cudaError_t lora_device_traits(DeviceTraits* traits) {
   return describe_device(lora_dropout_kernel<float, false>, traits);
+}
+
+cudaError_t lora_product_device_traits(DeviceTraits* traits) {
+  const cudaError_t status = describe_device(lora_product::kAnyKernel, traits);
+  return status == cudaSuccess ? gemm::describe_products(lora_product::kAnyKernel, traits) : status;
+}
+
+cudaError_t launch_lora_product(const LoraProductParams& params, const GemmConfig& config,
+                                cudaStream_t stream) {
+  return lora::with_half_type(params.linear.dtype, [&](auto type) {
+    return lora_product::run_type<typename decltype(type)::type>(params, config, stream);
+  });
 }
 
 cudaError_t launch_lora_down(const LoraDownParams& params, const LoraConfig& config,

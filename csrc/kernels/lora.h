@@ -8,8 +8,10 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/gemm_config.h"
 #include "common/launch.h"
 #include "common/row.h"
+#include "linear_act.h"
 
 namespace fusedcuda {
 
@@ -65,6 +67,16 @@ struct LoraDropoutParams {
   void* output = nullptr;  // [rows, columns], contiguous
 };
 
+// A linear layer without an activation and its adapter in one launch, on Hopper: `linear` with
+// extra_a = t, which it makes, and extra_b = up.
+struct LoraProductParams {
+  LinearActParams linear;
+  int rank = 0;
+  GemmFactor down;  // rank x k, stored row by row
+  float scale = 1;
+  unsigned* counters = nullptr;  // lora_product_counters() of them, zero
+};
+
 // One launch of a product, as lora_config.h chooses it and the plans print it. What is multiplied
 // passes through shared memory in stages, of which each has a piece of x and one of the other
 // factor (of lora_up: t).
@@ -94,7 +106,12 @@ cudaError_t launch_lora_up(const LoraUpParams& params, const LoraConfig& config,
 cudaError_t launch_lora_dropout(const LoraDropoutParams& params, const DeviceTraits& device,
                                 cudaStream_t stream);
 
-// What the choosers need to know about the current device.
+// Of what lora_product_can_run() accepts.
+cudaError_t launch_lora_product(const LoraProductParams& params, const GemmConfig& config,
+                                cudaStream_t stream);
+
+// What the choosers need to know about the current device: of the skinny products, and of that.
 cudaError_t lora_device_traits(DeviceTraits* traits);
+cudaError_t lora_product_device_traits(DeviceTraits* traits);
 
 }  // namespace fusedcuda

@@ -12,7 +12,8 @@
 // 262,144 columns. The statistics cost one barrier (LayerNorm: two).
 //
 // - norm_kernel: a row in a block, or less of one;
-// - norm_pipeline_kernel: a row in a cluster of blocks;
+// - norm_pipeline_kernel: a row in a cluster of blocks; rows that begin inside of a vector;
+// - norm_narrow_kernel: a row in a thread, of up to eight columns;
 // - norm_stream_kernel: a block walks along its row two or three times. For rows beyond clusters,
 //   GPUs without them, and float64.
 //
@@ -25,6 +26,7 @@
 #include "norm_bwd.cuh"
 #include "norm_config.h"
 #include "norm_fwd.cuh"
+#include "norm_narrow.cuh"
 
 namespace fusedcuda {
 
@@ -44,6 +46,10 @@ cudaError_t forward(const NormParams& p, const NormConfig& config, cudaStream_t 
     auto start = [&](auto kernel) {
       return launch_rows_with(kernel, row, config.shared_bytes, stream, p);
     };
+    if (config.narrow) {
+      return start(p.columns == 1 ? norm_narrow_kernel<T, 1>
+                                  : norm_narrow_kernel<T, kNarrowColumns>);
+    }
     // The unaligned kernel looks for a residual itself: fewer kernels to compile.
     const bool residual = p.residual.data != nullptr;
     auto choose = [&](auto items, auto centered) {
@@ -56,9 +62,21 @@ cudaError_t forward(const NormParams& p, const NormConfig& config, cudaStream_t 
     auto choose_items = [&](auto centered) {
       constexpr bool kCentered = decltype(centered)::value;
       if (row.path == RowPath::kPipeline) {
-        return launch_rows_with(row.aligned ? norm_pipeline_kernel<T, kNormItems, true, kCentered>
-                                            : norm_pipeline_kernel<T, kNormItems, false, kCentered>,
-                                row, config.shared_bytes, stream, p, config.stages);
+        auto start_pipeline = [&](auto kernel) {
+          return launch_rows_with(kernel, row, config.shared_bytes, stream, p, config.stages,
+                                  config.phases);
+        };
+        switch (config.access) {
+          case RowAccess::kAligned:
+            return start_pipeline(
+                norm_pipeline_kernel<T, kNormItems, RowAccess::kAligned, kCentered>);
+          case RowAccess::kPhased:
+            return start_pipeline(
+                norm_pipeline_kernel<T, kNormItems, RowAccess::kPhased, kCentered>);
+          default:
+            return start_pipeline(
+                norm_pipeline_kernel<T, kNormItems, RowAccess::kShifted, kCentered>);
+        }
       }
       return row.items == 1 ? choose(std::integral_constant<int, 1>(), centered)
                             : choose(std::integral_constant<int, kNormItems>(), centered);
@@ -99,30 +117,56 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
     }
   } else if constexpr (!std::is_same_v<T, double>) {
     auto start = [&](auto kernel) {
-      return start_rows(kernel, config.shared_bytes, p, partials, config.stages);
+      return start_rows(kernel, config.shared_bytes, p, partials, config.stages, config.phases);
     };
-    auto choose = [&](auto items, auto aligned, auto centered) {
+    auto choose = [&](auto items, auto access, auto centered) {
       constexpr int kItems = decltype(items)::value;
-      constexpr bool kAligned = decltype(aligned)::value, kCentered = decltype(centered)::value;
+      constexpr RowAccess kAccess = decltype(access)::value;
+      constexpr bool kCentered = decltype(centered)::value;
       if constexpr (kItems > 1) {
-        if (row.cluster > 1) return start(norm_bwd_kernel<T, kItems, kAligned, kCentered, true>);
+        if (row.cluster > 1) return start(norm_bwd_kernel<T, kItems, kAccess, kCentered, true>);
       }
-      return start(norm_bwd_kernel<T, kItems, kAligned, kCentered, false>);
+      if constexpr (kCentered && kItems == kWideLayerNormBwdItems) {
+        return cudaErrorInvalidValue;  // only in clusters
+      } else {
+        return start(norm_bwd_kernel<T, kItems, kAccess, kCentered, false>);
+      }
     };
-    auto choose_items = [&](auto aligned, auto centered) {
-      constexpr int kMost = decltype(centered)::value ? kLayerNormBwdItems : kNormItems;
-      return row.items == 1 ? choose(std::integral_constant<int, 1>(), aligned, centered)
-                            : choose(std::integral_constant<int, kMost>(), aligned, centered);
+    auto choose_items = [&](auto access, auto centered) {
+      constexpr RowAccess kAccess = decltype(access)::value;
+      constexpr bool kCentered = decltype(centered)::value;
+      if constexpr (kAccess != RowAccess::kPhased) {
+        if (row.items == 1) return choose(std::integral_constant<int, 1>(), access, centered);
+      }
+      if constexpr (kCentered && kAccess == RowAccess::kAligned) {
+        if (row.items == kWideLayerNormBwdItems)
+          return choose(std::integral_constant<int, kWideLayerNormBwdItems>(), access, centered);
+      }
+      constexpr int kUsual = kCentered ? kLayerNormBwdItems : kNormItems;
+      return choose(std::integral_constant<int, kUsual>(), access, centered);
     };
-    auto choose_aligned = [&](auto centered) {
-      return row.aligned ? choose_items(std::true_type(), centered)
-                         : choose_items(std::false_type(), centered);
+    auto choose_access = [&](auto centered) {
+      switch (config.access) {
+        case RowAccess::kAligned:
+          return choose_items(std::integral_constant<RowAccess, RowAccess::kAligned>(), centered);
+        case RowAccess::kPhased:
+          return choose_items(std::integral_constant<RowAccess, RowAccess::kPhased>(), centered);
+        default:
+          return choose_items(std::integral_constant<RowAccess, RowAccess::kShifted>(), centered);
+      }
     };
-    status = p.kind == NormKind::kRms ? choose_aligned(std::false_type())
-                                      : choose_aligned(std::true_type());
+    if (config.narrow) {
+      status = start_rows(
+          p.columns == 1 ? norm_bwd_narrow_kernel<T, 1> : norm_bwd_narrow_kernel<T, kNarrowColumns>,
+          0, p, partials);
+    } else {
+      status = p.kind == NormKind::kRms ? choose_access(std::false_type())
+                                        : choose_access(std::true_type());
+    }
   }
   if (status != cudaSuccess || config.workspace_size == 0) return status;
 
+  const int along = config.narrow ? static_cast<int>(next_power_of_two(p.columns)) : kWarpSize;
   // dweight and dbias may differ in dtype: one launch for each dtype.
   SumPartialsParams of_rows_type = {}, of_float32 = {};
   unsigned num_rows_type = 0, num_float32 = 0;
@@ -138,12 +182,12 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
     ++count;
   }
   if (num_rows_type > 0) {
-    status = launch_sum_partials<T, C>(of_rows_type, num_rows_type, kWarpSize, row.dependent_launch,
-                                       stream);
+    status =
+        launch_sum_partials<T, C>(of_rows_type, num_rows_type, along, row.dependent_launch, stream);
   }
   if (num_float32 > 0 && status == cudaSuccess) {
-    status = launch_sum_partials<float, C>(of_float32, num_float32, kWarpSize, row.dependent_launch,
-                                           stream);
+    status =
+        launch_sum_partials<float, C>(of_float32, num_float32, along, row.dependent_launch, stream);
   }
   return status;
 }
@@ -151,7 +195,7 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
 }  // namespace norm
 
 cudaError_t norm_device_traits(DeviceTraits* traits) {
-  const auto kernel = norm_bwd_kernel<__nv_bfloat16, kNormItems, true, false, true>;
+  const auto kernel = norm_bwd_kernel<__nv_bfloat16, kNormItems, RowAccess::kAligned, false, true>;
   cudaError_t status = describe_device(kernel, traits);
   if (!traits->clusters) return status;
   // kRowThreads threads of this kernel's 128 registers fill an SM.

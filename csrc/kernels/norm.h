@@ -8,6 +8,7 @@
 
 #include "common/dtype.h"
 #include "common/row.h"
+#include "common/row_pipeline.h"
 
 namespace fusedcuda {
 
@@ -59,6 +60,9 @@ struct NormBwdParams {
 // takes every `groups`-th set of rows_per_block rows.
 struct NormConfig {
   RowConfig row;
+  bool narrow = false;  // a thread a row, of few columns
+  RowAccess access = RowAccess::kShifted;
+  int phases = 1;           // kPhased: places in a vector at which rows begin
   int stages = 0;           // sets of rows in shared memory, at work or on their way
   size_t shared_bytes = 0;  // of a block
   // Backward:

@@ -19,7 +19,7 @@
 #include "common/row_pipeline.cuh"
 #include "common/shared.cuh"
 #include "common/sum_partials.cuh"
-#include "norm.h"
+#include "norm_config.h"
 #include "norm_parameter.cuh"
 
 namespace fusedcuda {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_partials(const Pipeline& rows, Compute<T>*
   using C = Compute<T>;
   constexpr int kVec = kVectorWidth<T>;
   const int threads = blockDim.x * blockDim.y;
-  C* mine = static_cast<C*>(shared) + threadIdx.y * blockDim.x + threadIdx.x;
+  C* mine = static_cast<C*>(shared) + threadIdx.y * blockDim.x + rows.thread();
   const bool many_rows = !kClusters && blockDim.y > 1;
   if (many_rows) {
     __syncthreads();
@@ -90,129 +90,182 @@ __device__ __forceinline__ void store_partials(const Pipeline& rows, Compute<T>*
   }
 }
 
-// 128 registers: h, g and the sums of four vectors of 16-bit elements take 80.
-template <typename T, int kItems, bool kAligned, bool kCentered, bool kClusters>
-__global__ void __launch_bounds__(kRowThreads, 1)
-    norm_bwd_kernel(const __grid_constant__ NormBwdParams p, NormPartials partials, int stages) {
+// The threads of a block of norm_bwd_kernel. Of LayerNorm's rows in phases two of 4097 columns fill
+// a block: half as many more threads than that would leave no room for a second one.
+constexpr int bwd_threads(RowAccess access, bool centered, bool clusters) {
+  const bool is_large = access == RowAccess::kPhased && centered && !clusters;
+  return is_large ? kPhasedLayerNormBwdThreads : kRowThreads;
+}
+
+// `values` from `begin` on, up to `end`, become 0; those below 0 are not there.
+template <typename C>
+__device__ __forceinline__ void fill_with_zeros(C* values, int begin, int end) {
+  for (int i = begin + threadIdx.y * blockDim.x + threadIdx.x; i < end;
+       i += blockDim.x * blockDim.y) {
+    if (i >= 0) values[i] = 0;
+  }
+}
+
+// 128 registers: h, g and the sums of four vectors of 16-bit elements take 80. With the second sum
+// of LayerNorm, in rows that need so many vectors, dy is kept in place of g.
+template <typename T, int kItems, RowAccess kAccess, bool kCentered, bool kClusters>
+__global__ void __launch_bounds__(bwd_threads(kAccess, kCentered, kClusters), 1)
+    norm_bwd_kernel(const __grid_constant__ NormBwdParams p, NormPartials partials, int stages,
+                    int phases) {
   using C = Compute<T>;
   constexpr int kVec = kVectorWidth<T>;
+  constexpr bool kPhased = kAccess == RowAccess::kPhased;
+  constexpr bool kShifted = kAccess == RowAccess::kShifted;
+  constexpr bool kKeepsDy = kCentered && kItems > kLayerNormBwdItems;
   using Sums = std::conditional_t<kCentered, Pair<C>, C>;
   enum { kH, kDy, kDh };
 
   using Reduction = RowReduction<Sums, kClusters>;
   const unsigned cluster = kClusters ? cluster_size() : 1;
-  const int64_t group = blockIdx.x / cluster;
-  const int64_t groups = gridDim.x / cluster;
-  const int64_t sets = (p.rows + blockDim.y - 1) / blockDim.y;
   const bool has_dh = p.dh.data != nullptr;
 
   SharedMemory shared;
   Reduction reduction(shared.take(Reduction::scratch_bytes()));
   const RowParameter<T, kItems> weight(shared.take(RowParameter<T, kItems>::bytes()));
   void* const streams = shared.rest();
-  RowPipeline<T, kItems, kAligned> rows(streams, stages, has_dh ? 3 : 2, p.columns,
-                                        kClusters ? cluster_rank() : 0);
+  const unsigned rank = kClusters ? cluster_rank() : 0;
+  RowPipeline<T, kItems, kAccess> rows(streams, stages, has_dh ? 3 : 2, p.columns, rank);
+  using Index = std::conditional_t<kPhased || kKeepsDy, int, int64_t>;
+  RowSets<kAccess, Index> all(p.rows, blockIdx.x / cluster, gridDim.x / cluster, phases);
 
   wait_for_previous_kernel();
-  auto row_of_set = [](int64_t set) { return set * blockDim.y + threadIdx.y; };
-  auto fetch = [&](int64_t set) {
-    rows.synchronize();  // everybody has read what the slots held
-    const int64_t row = row_of_set(set);
-    if (row < p.rows) {
-      rows.fetch(kH, p.h, row);
-      rows.fetch(kDy, p.dy, row);
-      if (has_dh) rows.fetch(kDh, p.dh, row);
+  do {
+    const RowSegment<Index> sets = all.segment();
+    if constexpr (kPhased) {
+      __syncthreads();  // everybody is done with the last one's
+      rows.begin_segment(p.h, sets.phase, p.columns, rank);
     }
-    rows.commit();  // also where there is nothing to copy: wait() counts
-  };
-  for (int s = 0; s < stages; ++s) {
-    fetch(group + s * groups);
-    rows.advance();
-  }
-  weight.fill(p.weight, rows, static_cast<C>(p.weight_offset), C(1));
-  __syncthreads();
-
-  C dweight[kItems][kVec] = {}, dbias[kCentered ? kItems : 1][kVec] = {};
-  auto statistics_of = [&](int64_t set) {
-    const int64_t row = row_of_set(set);
-    if (row < p.rows) return load_statistics<C, kCentered>(p, row);
-    return NormStatistics<C>{0, 0};
-  };
-  NormStatistics<C> next = statistics_of(group);
-  for (int64_t set = group; set < sets; set += groups) {
-    const int64_t row = row_of_set(set);
-    const bool exists = row < p.rows;
-    const NormStatistics<C> statistics = {kCentered ? next.mean : C(0), next.rstd};
-    next = statistics_of(set + groups);
-    rows.wait();
-    Packed<T> h[kItems];
-    C g[kItems][kVec];
-    Pair<C> sums = {0, 0};
-    if (exists) {
-      const unsigned shift_h = rows.shift_of(p.h, row), shift_dy = rows.shift_of(p.dy, row);
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        h[i] = rows.read(kH, i, shift_h);
-        C x[kVec], d[kVec], w[kVec];
-        unpack<T, kVec>(h[i], x);
-        unpack<T, kVec>(rows.read(kDy, i, shift_dy), d);
-        weight.load(i, w);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          const C n = (x[j] - statistics.mean) * statistics.rstd;
-          g[i][j] = d[j] * w[j];
-          sums.a += g[i][j] * n;
-          sums.b += g[i][j];
-          dweight[i][j] += d[j] * n;
-          if constexpr (kCentered) dbias[i][j] += d[j];
-        }
-        h[i].forget_unpacked();
+    auto row_of_set = [&](Index set) -> Index {
+      if constexpr (kKeepsDy) return set;  // of a cluster
+      return kPhased ? sets.row(set) : static_cast<Index>(set * blockDim.y + threadIdx.y);
+    };
+    auto fetch = [&](Index set) {
+      rows.synchronize();  // everybody has read what the slots held
+      const Index row = row_of_set(set);
+      if (row < p.rows && (!kPhased || set < sets.end)) {
+        rows.fetch(kH, p.h, row);
+        rows.fetch(kDy, p.dy, row);
+        if (has_dh) rows.fetch(kDh, p.dh, row);
       }
-    } else if (!kAligned) {
-      for (Packed<T>& v : h) v = {};
+      rows.commit();  // also where there is nothing to copy: wait() counts
+    };
+    for (int s = 0; s < stages; ++s) {
+      fetch(sets.begin + s * sets.step);
+      rows.advance();
     }
-    if (!has_dh) fetch(set + stages * groups);  // else dh waits in the slots
+    weight.fill(p.weight, rows, static_cast<C>(p.weight_offset), C(1));
+    __syncthreads();
 
-    const C count = static_cast<C>(p.columns);
-    if constexpr (kCentered) {
-      sums = reduction.sum(sums);
-    } else {
-      sums = {reduction.sum(sums.a), 0};
-    }
-    const NormGradient<C> gradient(statistics, sums.a / count, sums.b / count);
-    if (exists && p.dx.data != nullptr) {
-      const unsigned shift_dh = has_dh ? rows.shift_of(p.dh, row) : 0;
+    C dweight[kItems][kVec] = {}, dbias[kCentered ? kItems : 1][kVec] = {};
+    auto statistics_of = [&](Index set) {
+      const Index row = row_of_set(set);
+      if (row < p.rows) return load_statistics<C, kCentered>(p, row);
+      return NormStatistics<C>{0, 0};
+    };
+    NormStatistics<C> next = statistics_of(sets.begin);
+    for (Index set = sets.begin; set < sets.end; set += sets.step) {
+      const Index row = row_of_set(set);
+      const bool exists = row < p.rows;
+      if constexpr (kKeepsDy) next = statistics_of(set);  // no registers for those of two rows
+      const NormStatistics<C> statistics = {kCentered ? next.mean : C(0), next.rstd};
+      if constexpr (!kKeepsDy) next = statistics_of(set + sets.step);
+      rows.wait();
+      Packed<T> h[kItems], dy[kKeepsDy ? kItems : 1];
+      C g[kKeepsDy ? 1 : kItems][kVec];
+      Pair<C> sums = {0, 0};
+      if (exists) {
+        const unsigned shift_h = rows.shift_of(p.h, row), shift_dy = rows.shift_of(p.dy, row);
+        rows.clear_ends(kH, shift_h);
+        rows.clear_ends(kDy, shift_dy);
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        C x[kVec], d[kVec];
-        unpack<T, kVec>(h[i], x);
+        for (int i = 0; i < kItems; ++i) {
+          // In rows of few vectors whole warps have no last one.
+          if (kPhased && i > 0 && i == kItems - 1 && !rows.has(i)) continue;
+          h[i] = rows.read(kH, i, shift_h);
+          Packed<T>& of_dy = dy[kKeepsDy ? i : 0];
+          of_dy = rows.read(kDy, i, shift_dy);
+          C x[kVec], d[kVec], w[kVec];
+          unpack<T, kVec>(h[i], x);
+          unpack<T, kVec>(of_dy, d);
+          weight.load(i, w);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) x[j] = gradient(x[j], g[i][j]);
-        if (has_dh) {
-          unpack<T, kVec>(rows.read(kDh, i, shift_dh), d);
-#pragma unroll
-          for (int j = 0; j < kVec; ++j) x[j] += d[j];
+          for (int j = 0; j < kVec; ++j) {
+            const C n = (x[j] - statistics.mean) * statistics.rstd;
+            const C product = d[j] * w[j];
+            sums.a += product * n;
+            sums.b += product;
+            dweight[i][j] += d[j] * n;
+            if constexpr (kCentered) dbias[i][j] += d[j];
+            if constexpr (!kKeepsDy) g[i][j] = product;
+          }
+          h[i].forget_unpacked();
+          if constexpr (kKeepsDy) of_dy.forget_unpacked();
         }
-        h[i] = pack<T, kVec>(x);
+      } else if (kShifted) {
+        for (Packed<T>& v : h) v = {};
       }
-      if constexpr (kAligned) rows.write(p.dx, row, h);
+      if (!has_dh) fetch(set + stages * sets.step);  // else dh waits in the slots
+
+      const C count = static_cast<C>(p.columns);
+      if constexpr (kCentered) {
+        sums = reduction.sum(sums);
+      } else {
+        sums = {reduction.sum(sums.a), 0};
+      }
+      const NormGradient<C> gradient(statistics, sums.a / count, sums.b / count);
+      if (exists && p.dx.data != nullptr) {
+        const unsigned shift_dh = has_dh ? rows.shift_of(p.dh, row) : 0;
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          if (kPhased && i > 0 && i == kItems - 1 && !rows.has(i)) continue;
+          C x[kVec], d[kVec];
+          unpack<T, kVec>(h[i], x);
+          if constexpr (kKeepsDy) {
+            C w[kVec];
+            unpack<T, kVec>(dy[i], d);
+            weight.load(i, w);
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) x[j] = gradient(x[j], d[j] * w[j]);
+          } else {
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) x[j] = gradient(x[j], g[i][j]);
+          }
+          if (has_dh) {
+            unpack<T, kVec>(rows.read(kDh, i, shift_dh), d);
+#pragma unroll
+            for (int j = 0; j < kVec; ++j) x[j] += d[j];
+          }
+          h[i] = pack<T, kVec>(x);
+        }
+        if constexpr (!kShifted) rows.write(p.dx, row, h);
+      }
+      if constexpr (kShifted) {
+        // The threads of a warp exchange their ends, also with those whose row does not exist.
+        if (p.dx.data != nullptr) rows.write(p.dx, row, h, exists);
+      }
+      if (has_dh) fetch(set + stages * sets.step);
+      rows.advance();
     }
-    if constexpr (!kAligned) {
-      // The threads of a warp exchange their ends, also with those whose row does not exist.
-      if (p.dx.data != nullptr) rows.write(p.dx, row, h, exists);
-    }
-    if (has_dh) fetch(set + stages * groups);
-    rows.advance();
-  }
-  let_next_kernel_start();
-  copy_async_wait<0>();
-  auto store = [&](void* partial, auto& sums) {
-    if (partial == nullptr) return;
-    store_partials<T, kItems, kClusters>(rows, static_cast<C*>(partial) + group * p.columns,
-                                         streams, sums);
-  };
-  store(partials.dweight, dweight);
-  if constexpr (kCentered) store(partials.dbias, dbias);
+    if (!kPhased) let_next_kernel_start();
+    copy_async_wait<0>();
+    auto store = [&](void* partial, auto& sums) {
+      if (partial == nullptr) return;
+      // Counted again: the number of the group would be kept for this, and there is no register.
+      const int64_t group = (blockIdx.x - rank) / cluster;
+      C* place = static_cast<C*>(partial) + all.place(group) * p.columns;
+      if (all.leaves_gap()) {
+        fill_with_zeros(place - p.columns, rows.first(), rows.first() + rows.length());
+      }
+      store_partials<T, kItems, kClusters>(rows, place, streams, sums);
+    };
+    store(partials.dweight, dweight);
+    if constexpr (kCentered) store(partials.dbias, dbias);
+  } while (all.advance());
 }
 
 // dx alone, a block a row.

@@ -12,6 +12,16 @@ namespace fusedcuda {
 // its columns' sums in registers, 8 float32 for each vector of bf16; LayerNorm has two sums.
 constexpr int kNormItems = 4;
 constexpr int kLayerNormBwdItems = 2;
+// Of rows that do not fit so many in a cluster: 2190 us by the stream path (1024x262144).
+constexpr int kWideLayerNormBwdItems = 4;
+// Threads of LayerNorm's backward of rows in phases, with 112 registers each.
+constexpr int kPhasedLayerNormBwdThreads = 576;
+// ... and of a block in the forward of rows in phases.
+constexpr int kPhasedThreads = 320;
+// Up to so many columns, unless they are whole vectors, a thread takes a row.
+constexpr int kNarrowColumns = 8;
+// Rows of one column that a thread has in flight.
+constexpr int kNarrowRows = 4;
 // Two blocks of an unaligned row in the forward have 72 registers a thread.
 constexpr int kUnalignedRowThreads = 448;
 
@@ -37,7 +47,7 @@ inline void choose_pipeline(int64_t rows, const Pipeline& pipeline, const Device
   const size_t vectors = size_t(row.items) * row.threads_per_row;
   const size_t fixed = row.scratch_bytes(pipeline.value_size) +
                        pipeline.parameters * sizeof(float) * vectors * row.vec;
-  const size_t slots = pipeline_slots(row.items, row.threads_per_row, row.aligned);
+  const size_t slots = pipeline_slots(row.items, row.threads_per_row, config->access);
   const size_t stage = kVectorBytes * slots * row.rows_per_block * pipeline.tensors;
   const size_t most = device.shared_bytes_of_block;
   const size_t of_sm = device.shared_bytes_of_sm;
@@ -60,8 +70,51 @@ inline void choose_pipeline(int64_t rows, const Pipeline& pipeline, const Device
     groups = blocks == 1 ? device.resident_clusters[0][log2]
                          : int64_t{device.resident_clusters[1][log2]} * blocks / 2;
   }
-  config->partials = std::clamp<int64_t>(groups, 1, ceil_div(rows, row.rows_per_block));
-  row.blocks = config->partials * row.cluster;
+  const int64_t sets = ceil_div(ceil_div(rows, config->phases), row.rows_per_block);
+  groups = std::clamp<int64_t>(groups, 1, config->phases * sets);
+  row.blocks = groups * row.cluster;
+  config->partials = groups + config->phases - 1;  // one a segment, see RowSets
+}
+
+// How pipelines reach rows of all these matrices, and the number of their phases.
+inline void choose_access(const RowMatrix* matrices, int count, int64_t rows, int itemsize,
+                          bool aligned, NormConfig* config) {
+  config->access = aligned ? RowAccess::kAligned : RowAccess::kShifted;
+  config->phases = 1;
+  if (aligned || rows >= int64_t{1} << 30) return;  // the kernels count rows in phases in 32 bits
+  const int64_t vec = kVectorBytes / itemsize;
+  const RowMatrix& first = matrices[0];
+  for (int i = 0; i < count; ++i) {
+    if (matrices[i].data == nullptr) continue;
+    const uintptr_t distance =
+        reinterpret_cast<uintptr_t>(matrices[i].data) - reinterpret_cast<uintptr_t>(first.data);
+    if (distance % kVectorBytes != 0 || (matrices[i].stride - first.stride) % vec != 0) return;
+  }
+  config->access = RowAccess::kPhased;
+  // Phases come back after vec / gcd(stride, vec) rows.
+  int64_t phases = vec;
+  while (phases > 1 && first.stride % vec * (phases / 2) % vec == 0) phases /= 2;
+  config->phases = static_cast<int>(phases);
+}
+
+// What rows in phases need: threads with several vectors, and warps that no rows share.
+inline bool has_whole_warps(const RowConfig& row) {
+  return row.items > 1 && row.threads_per_row % kWarpSize == 0;
+}
+
+// Rows of so few columns that a thread takes one, or several.
+inline bool is_narrow(int64_t rows, int columns, DType dtype, bool aligned) {
+  return rows > 0 && columns > 0 && columns <= kNarrowColumns && !aligned &&
+         dtype != DType::kFloat64;
+}
+
+inline void choose_narrow(int64_t rows, int columns, int64_t most_blocks, NormConfig* config) {
+  RowConfig& row = config->row;
+  config->narrow = true;
+  row.items = row.threads_per_row = row.cluster = 1;
+  row.rows_per_block = kRowThreads;
+  const int64_t rows_of_thread = columns == 1 ? kNarrowRows : 1;
+  row.blocks = std::min(most_blocks, ceil_div(rows, rows_of_thread * row.rows_per_block));
 }
 
 // Rows that a block walks along, or sums down columns.
@@ -88,19 +141,32 @@ inline NormConfig choose_norm_config(const NormParams& params, const DeviceTrait
   // LayerNorm, which synchronises twice, gains by the cluster: 298 instead of 307.
   RowConfig& row = config.row;
   // More threads than kRowThreads only in clusters: norm_kernel has no registers for them.
-  const int in_clusters = aligned ? kWideRowThreads : kUnalignedRowThreads;
+  norm::choose_access(matrices, 4, params.rows, size_of(params.dtype), aligned, &config);
+  const bool shifted = config.access == RowAccess::kShifted;
+  const int in_clusters = shifted ? kUnalignedRowThreads : kWideRowThreads;
   const int most_threads = device.clusters ? in_clusters : kRowThreads;
   const int usual_threads = is_rms ? std::min(kRowThreads, most_threads) : kRowThreads / 2;
   row = choose_row_config(params.rows, params.columns, params.dtype, aligned, kNormItems, device,
                           most_threads, usual_threads);
-  if (row.path == RowPath::kRegister && row.cluster > 1) {
+  if (!aligned && !norm::has_whole_warps(row)) {
+    config.access = RowAccess::kShifted;
+    config.phases = 1;
+  }
+  const bool phased = config.access == RowAccess::kPhased;
+  if (norm::is_narrow(params.rows, params.columns, params.dtype, aligned)) {
+    norm::choose_narrow(params.rows, params.columns, params.rows, &config);
+  } else if (row.path == RowPath::kRegister && (row.cluster > 1 || phased)) {
     norm::Pipeline pipeline;
     pipeline.parameters = is_rms ? 1 : 2;
     pipeline.tensors = params.residual.data != nullptr ? 2 : 1;
     pipeline.value_size = value_size;
     // Clusters of two are on all SMs with one block each (275, with two 285), larger ones are not.
     pipeline.threads_of_sm = row.cluster == 2 ? kRowThreads : 2 * kRowThreads;
-    pipeline.most_stages = aligned ? 1 : 2;
+    pipeline.most_stages = aligned || phased ? 1 : 2;
+    if (row.cluster == 1) {
+      // Three or more blocks an SM, of which one loads while others reduce.
+      row.rows_per_block = std::max(1, kPhasedThreads / row.threads_per_row);
+    }
     norm::choose_pipeline(params.rows, pipeline, device, &config);
   } else if (row.path == RowPath::kRegister) {
     // Of two rows in a block of 256 threads one loads while the other reduces: 256.4 instead of
@@ -126,7 +192,8 @@ inline NormConfig choose_norm_bwd_config(const NormBwdParams& params, const Devi
   const int num_sums = (params.dweight.data != nullptr) + (params.dbias.data != nullptr);
   NormConfig config;
   RowConfig& row = config.row;
-  const int items = is_rms ? kNormItems : kLayerNormBwdItems;
+  norm::choose_access(matrices, 4, params.rows, size_of(params.dtype), aligned, &config);
+  int items = is_rms ? kNormItems : kLayerNormBwdItems;
   auto choose_row = [&](int usual_threads) {
     return choose_row_config(params.rows, params.columns, params.dtype, aligned, items, device,
                              kRowThreads, usual_threads);
@@ -140,9 +207,22 @@ inline NormConfig choose_norm_bwd_config(const NormBwdParams& params, const Devi
   const bool is_wide = !aligned || (!is_rms && bytes <= 2 * bytes_of_block);
   row = choose_row(is_wide ? kRowThreads : kRowThreads / 2);
   if (is_rms && aligned && row.cluster >= 4) row = choose_row(kRowThreads / 4);
-  if (row.path == RowPath::kRegister) {
-    // Unaligned, threads with several vectors are whole warps: addresses are then constants apart.
-    if (!aligned && row.items > 1 && row.threads_per_row < kWarpSize) {
+  if (row.path == RowPath::kStream && !is_rms && aligned && device.clusters &&
+      params.rows < int64_t{1} << 30) {
+    items = kWideLayerNormBwdItems;
+    row = choose_row(kRowThreads);
+  }
+  if (!aligned && !norm::has_whole_warps(row)) {
+    config.access = RowAccess::kShifted;
+    config.phases = 1;
+  }
+  const bool phased = config.access == RowAccess::kPhased;
+  if (norm::is_narrow(params.rows, params.columns, params.dtype, aligned)) {
+    norm::choose_narrow(params.rows, params.columns, int64_t{2} * device.num_sms, &config);
+    config.partials = row.blocks;
+  } else if (row.path == RowPath::kRegister) {
+    // Shifted, threads with several vectors are whole warps: addresses are then constants apart.
+    if (config.access == RowAccess::kShifted && row.items > 1 && row.threads_per_row < kWarpSize) {
       row.threads_per_row *= row.items;
       row.rows_per_block /= row.items;
       row.items = 1;
@@ -163,8 +243,10 @@ inline NormConfig choose_norm_bwd_config(const NormBwdParams& params, const Devi
       pipeline.threads_of_sm = kRowThreads * 3 / 4;
       const bool early = params.dh.data == nullptr;  // the next row is fetched early
       pipeline.most_stages = early && row.cluster <= 8 ? 1 : 2;
-    } else if (is_rms && aligned && row.cluster <= 2) {
+    } else if (is_rms && (aligned || phased) && row.cluster <= 2) {
       pipeline.threads_of_sm = kRowThreads / 2;
+    } else if (!is_rms && phased && row.items == kLayerNormBwdItems) {
+      pipeline.threads_of_sm = kPhasedLayerNormBwdThreads;
     }
     if (!is_warp && row.cluster == 1) {
       // About as many threads as that, of whole rows.

@@ -50,7 +50,7 @@ __device__ __forceinline__ Compute<T> sum_of(Packed<T> (&h)[kItems]) {
     unpack<T, kVec>(h[i], x);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum += x[j];
-    if (!Rows::kIsAligned) h[i].forget_unpacked();
+    if (!Rows::kKeepsUnpacked) h[i].forget_unpacked();
   }
   return sum;
 }
@@ -73,7 +73,7 @@ __device__ __forceinline__ Compute<T> squares_of(Packed<T> (&h)[kItems], const R
         squares += rows.has(i, j) ? (x[j] - mean) * (x[j] - mean) : Compute<T>(0);
       }
     }
-    if (!kCentered || !Rows::kIsAligned) h[i].forget_unpacked();
+    if (!kCentered || !Rows::kKeepsUnpacked) h[i].forget_unpacked();
   }
   return squares;
 }
@@ -150,13 +150,16 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 // A row in the blocks of a cluster, which are persistent: the next rows are on their way to shared
 // memory (row_pipeline.cuh) while the blocks wait for each other. Clusters that come and go, as
 // the blocks of norm_kernel do, took 10 to 20 % longer: a cluster starts only when all of its
-// blocks find room.
-template <typename T, int kItems, bool kAligned, bool kCentered>
-__global__ void __launch_bounds__(kAligned ? kWideRowThreads : kUnalignedRowThreads,
-                                  kAligned ? 1 : 2)
-    norm_pipeline_kernel(const __grid_constant__ NormParams p, int stages) {
+// blocks find room. Rows in phases come here also where a block holds them: the parameters then lie
+// in shared memory as the rows do, and are not read element by element.
+template <typename T, int kItems, RowAccess kAccess, bool kCentered>
+__global__ void __launch_bounds__(kAccess == RowAccess::kShifted ? kUnalignedRowThreads
+                                                                 : kWideRowThreads,
+                                  kAccess == RowAccess::kShifted ? 2 : 1)
+    norm_pipeline_kernel(const __grid_constant__ NormParams p, int stages, int phases) {
   using C = Compute<T>;
   constexpr int kVec = kVectorWidth<T>;
+  constexpr bool kPhased = kAccess == RowAccess::kPhased;
   enum { kX, kResidual };
 
   const int64_t group = blockIdx.x / cluster_size();
@@ -168,63 +171,86 @@ __global__ void __launch_bounds__(kAligned ? kWideRowThreads : kUnalignedRowThre
   const RowParameter<T, kItems> weight(shared.take(RowParameter<T, kItems>::bytes()));
   const RowParameter<T, kItems> bias(kCentered ? shared.take(RowParameter<T, kItems>::bytes())
                                                : nullptr);
-  using Pipeline = RowPipeline<T, kItems, kAligned>;
+  using Pipeline = RowPipeline<T, kItems, kAccess>;
   Pipeline rows(shared.rest(), stages, has_residual ? 2 : 1, p.columns, cluster_rank());
+  using Index = std::conditional_t<kPhased, int, int64_t>;
+  RowSets<kAccess, Index> all(p.rows, group, groups, phases);
 
   wait_for_previous_kernel();
-  auto fetch = [&](int64_t row) {
-    rows.synchronize();  // everybody has read what the slots held
-    if (row < p.rows) {
-      rows.fetch(kX, p.x, row);
-      if (has_residual) rows.fetch(kResidual, p.residual, row);
+  do {
+    const RowSegment<Index> sets = all.segment();
+    if constexpr (kPhased) {
+      __syncthreads();  // everybody has read the parameters of the last one
+      rows.begin_segment(p.x, sets.phase, p.columns, cluster_rank());
     }
-    rows.commit();  // also where there is nothing to copy: wait() counts
-  };
-  for (int s = 0; s < stages; ++s) {
-    fetch(group + s * groups);
-    rows.advance();
-  }
-  weight.fill(p.weight, rows, static_cast<C>(p.weight_offset), C(1));
-  if constexpr (kCentered) bias.fill(p.bias, rows, C(0), C(0));
-  __syncthreads();
-
-  for (int64_t row = group; row < p.rows; row += groups) {
-    rows.wait();
-    Packed<T> h[kItems];
-    const unsigned shift = rows.shift_of(p.x, row);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) h[i] = rows.read(kX, i, shift);
-    if (has_residual) {
-      const unsigned shift_r = rows.shift_of(p.residual, row);
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) h[i] = add<T>(h[i], rows.read(kResidual, i, shift_r));
-      rows.write(p.sum, row, h);
-    }
-    fetch(row + stages * groups);
-
-    C mean = 0;
-    if constexpr (kCentered)
-      mean = reduction.sum(sum_of<T, Pipeline>(h)) / static_cast<C>(p.columns);
-    const C rstd = rstd_of<T>(p, reduction.sum(squares_of<T, kCentered>(h, rows, mean)));
-    if (threadIdx.x == 0 && cluster_rank() == 0) store_statistics<C>(p, row, mean, rstd);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      C a[kVec], w[kVec], b[kVec] = {};
-      unpack<T, kVec>(h[i], a);
-      weight.load(i, w);
-      if constexpr (kCentered) bias.load(i, b);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        a[j] = (a[j] - mean) * rstd * w[j];
-        if constexpr (kCentered) a[j] += b[j];
+    // A cluster has one row at a time. Of several in a block the last set's may not exist.
+    auto row_of_set = [&](Index set) { return kPhased ? sets.row(set) : set; };
+    auto fetch = [&](Index set) {
+      rows.synchronize();  // everybody has read what the slots held
+      const Index row = row_of_set(set);
+      if (set < sets.end && (!kPhased || row < p.rows)) {
+        rows.fetch(kX, p.x, row);
+        if (has_residual) rows.fetch(kResidual, p.residual, row);
       }
-      h[i] = pack<T, kVec>(a);
+      rows.commit();  // also where there is nothing to copy: wait() counts
+    };
+    for (int s = 0; s < stages; ++s) {
+      fetch(sets.begin + s * sets.step);
+      rows.advance();
     }
-    rows.write(p.y, row, h);
-    rows.advance();
-  }
+    weight.fill(p.weight, rows, static_cast<C>(p.weight_offset), C(1));
+    if constexpr (kCentered) bias.fill(p.bias, rows, C(0), C(0));
+    __syncthreads();
+
+    for (Index set = sets.begin; set < sets.end; set += sets.step) {
+      const Index row = row_of_set(set);
+      const bool exists = !kPhased || row < p.rows;
+      rows.wait();
+      Packed<T> h[kItems];
+      if (exists) {
+        const unsigned shift = rows.shift_of(p.x, row);
+        rows.clear_ends(kX, shift);
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) h[i] = rows.read(kX, i, shift);
+        if (has_residual) {
+          const unsigned shift_r = rows.shift_of(p.residual, row);
+          rows.clear_ends(kResidual, shift_r);
+#pragma unroll
+          for (int i = 0; i < kItems; ++i) h[i] = add<T>(h[i], rows.read(kResidual, i, shift_r));
+          rows.write(p.sum, row, h);
+        }
+      } else {
+        for (Packed<T>& v : h) v = {};
+      }
+      fetch(set + stages * sets.step);
+
+      C mean = 0;
+      if constexpr (kCentered)
+        mean = reduction.sum(sum_of<T, Pipeline>(h)) / static_cast<C>(p.columns);
+      const C rstd = rstd_of<T>(p, reduction.sum(squares_of<T, kCentered>(h, rows, mean)));
+      if (exists) {
+        if (threadIdx.x == 0 && cluster_rank() == 0) store_statistics<C>(p, row, mean, rstd);
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          if (kPhased && i > 0 && !rows.has(i)) continue;  // whole warps, in rows of few vectors
+          C a[kVec], w[kVec], b[kVec] = {};
+          unpack<T, kVec>(h[i], a);
+          weight.load(i, w);
+          if constexpr (kCentered) bias.load(i, b);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) {
+            a[j] = (a[j] - mean) * rstd * w[j];
+            if constexpr (kCentered) a[j] += b[j];
+          }
+          h[i] = pack<T, kVec>(a);
+        }
+        rows.write(p.y, row, h);
+      }
+      rows.advance();
+    }
+    copy_async_wait<0>();
+  } while (all.advance());
   let_next_kernel_start();
-  copy_async_wait<0>();
 }
 
 // A thread reads back only what it has written itself, so no barrier is needed for the sum.

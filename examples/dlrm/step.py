@@ -104,6 +104,8 @@ class Graphed:
     """
 
     def __init__(self, run: Callable[[Batch], Tensor], example: Batch) -> None:
+        # The graph reads and writes model and optimizer where they are, and keeps neither alive.
+        self._run = run
         self._inputs = Batch(*(tensor.clone() for tensor in _tensors(example)))
         for _ in range(_WARM_UP):
             run(self._inputs)

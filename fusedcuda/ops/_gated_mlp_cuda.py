@@ -6,9 +6,12 @@ not exist for the operands is passed over; the last one takes everything.
 
 from __future__ import annotations
 
+from math import ceil
+
 import torch
 from torch import Tensor
 
+from ._composition import PathChoice, weight_gradient
 from ._gated_mlp_reference import DDOWN, DGATE, DUP, DX, check_gated_mlp, halves
 from ._linear_act_reference import NONE
 from ._rows import as_matrix
@@ -25,25 +28,19 @@ _ops = torch.ops.fusedcuda
 #   apart: a product each for gate and up, and act_mul
 #   concatenated: one product for both, and act_mul_packed; of a packed weight
 PATHS = ("auto", "decode", "fused", "apart", "concatenated")
-_chosen = "auto"
+_path = PathChoice("gated_mlp_use", PATHS)  # one that is forced is taken where it can be
+use = _path.use
 
 # Up to so many rows all of it is one launch, and can be up to twice as many. Measured on an H200,
-# 4096 x 14336 bf16: one row 84.7 us, eight 88.1, 16 rows 95.1, where torch.compile takes 92
-# (shared/TARGETS.md), three products alone 90.
+# 4096 x 14336 bf16: one row 85 us, eight 89, 16 rows 95, where torch.compile takes 91, three
+# products alone 92.
 DECODE_ROWS, MOST_DECODE_ROWS = 8, 16
-# Up to so many, one product for both weights, whose time is that of reading them; with more, the
-# kernel that multiplies gate and up before it writes. Measured on an H200, 14336 x 4096 bf16: 128
-# rows 69 us and 122 (its tiles are 256 rows high), 512 rows 189 and 183, 8192 rows 2954 and 2713.
-FEW_ROWS = 256
-
-
-def use(path: str) -> str:
-    """Forces a path, where it is possible, from now on; returns what was chosen before."""
-    global _chosen
-    if path not in PATHS:
-        raise ValueError(f"gated_mlp_use: path must be one of {', '.join(PATHS)}; got {path!r}")
-    before, _chosen = _chosen, path
-    return before
+# With more, the kernel that multiplies gate and up before it writes, where it has tiles (128 x 64)
+# for most multiprocessors. Measured on an H200, 14336 x 4096 bf16, microseconds of the kernel and
+# of cuBLASLt's products with act_mul: 128 rows 65 and 73, 512 rows 163 and 169, 8192 rows 2407 and
+# 2600; the whole layer of 64 rows 123 and 105: tiles that are half empty are slower than full ones.
+FEW_ROWS = 64
+FEWEST_TILES = 92
 
 
 def candidates(x: Tensor, features: int, packed: bool, saves: bool) -> tuple[str, ...]:
@@ -51,15 +48,16 @@ def candidates(x: Tensor, features: int, packed: bool, saves: bool) -> tuple[str
 
     ``packed``: gate and up share a weight. ``saves``: they are kept for the backward.
     """
-    few = x.shape[0] <= FEW_ROWS
+    tiles = ceil(x.shape[0] / 128) * ceil(features / 64)
+    few = x.shape[0] <= FEW_ROWS or tiles < FEWEST_TILES
     possible = {
         "decode": has_kernels(x.dtype) and x.shape[0] <= MOST_DECODE_ROWS and not saves,
         "fused": has_kernels(x.dtype),
         "apart": True,
         "concatenated": packed,
     }
-    if _chosen != "auto":
-        wanted = [_chosen]
+    if _path.forced is not None:
+        wanted = [_path.forced]
     else:
         wanted = ["decode"] if x.shape[0] <= DECODE_ROWS else [] if few else ["fused"]
         # Gate and up apart are slow to write where the rows of up start off a 16-byte boundary.
@@ -165,12 +163,12 @@ def gated_mlp_backward(
         assert x is not None
         parts = (dgate_up,) if packed else dgate_up.chunk(2, dim=-1)
         wanted = (part for bit, part in zip((DGATE, DUP), parts, strict=False) if mask & bit)
-        gradients += [_weight_gradient(part, rows_of(x)) for part in wanted]
+        gradients += [weight_gradient(part, rows_of(x), dy.dtype) for part in wanted]
     if mask & DDOWN:
         if h is None:  # nothing else is asked for
             assert gate_up is not None
             h = _ops.act_mul_packed.default(gate_up, activation)
-        gradients.append(_weight_gradient(dy, h))
+        gradients.append(weight_gradient(dy, h, dy.dtype))
     return gradients
 
 
@@ -196,13 +194,6 @@ def _product_dx(dgate_up: Tensor, w_gate: Tensor, w_up: Tensor | None) -> Tensor
     if dx := _ops.linear_act_extended.default(dgate, w_gate.T, None, dup, w_up.T, NONE):
         return dx[0]
     return _linear(dup, w_up.T, residual=_linear(dgate, w_gate.T))
-
-
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """``dy.T @ x``"""
-    nothing_read = dy.new_empty(()).expand(dy.shape[1], x.shape[1])
-    (gradient,) = _ops.linear_act_backward.default(dy, x, nothing_read, None, NONE, 0b010, False)
-    return gradient
 
 
 # --------------------------------------------------------------------------------------------------

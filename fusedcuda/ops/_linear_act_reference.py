@@ -15,6 +15,9 @@ from ._rows import check_floating, check_rows, check_same_device, check_shape
 
 NONE, RELU = ACTIVATIONS["none"], ACTIVATIONS["relu"]
 
+# Bits of the mask of gradients.
+DX, DWEIGHT, DBIAS = (1 << bit for bit in range(3))
+
 # --------------------------------------------------------------------------------------------------
 # Operators
 # --------------------------------------------------------------------------------------------------
@@ -166,12 +169,12 @@ def _store_gradients(
 ) -> None:
     """Of x, weight and bias, from the rounded dz; what no gradient needs is not read."""
     remaining = iter(outputs)
-    if mask & 0b001:
+    if mask & DX:
         output = next(remaining)
         output.copy_(product(dz, weight).reshape(output.shape))
-    if mask & 0b010:
+    if mask & DWEIGHT:
         next(remaining).copy_(product(dz.mT, x))
-    if mask & 0b100:
+    if mask & DBIAS:
         next(remaining).copy_(dz.to(compute_dtype(dz.dtype)).sum(-2))
 
 

@@ -2,7 +2,8 @@
 
 Three parts: ``t`` by the skinny kernel (``_down``), the product with the branch in it
 (``_product``, ``_product_dx``), and the gradients of the factors (``_up``). The second has several
-paths, of which ``choose_path`` takes one; ``torch.ops.fusedcuda.lora_use`` forces another.
+paths, of which ``choose_path`` takes one; ``torch.ops.fusedcuda.lora_use`` forces another. The
+first of them makes ``t`` as well.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._composition import PathChoice, weight_gradient
 from ._linear_act_reference import NONE
 from ._lora_reference import (
     DA,
@@ -42,8 +44,8 @@ def lora_linear(
     dropout_p: float,
 ) -> Tensor:
     check_lora("lora_linear", x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p)
-    t = _down(as_matrix(x), lora_a, seed, scale, dropout_p)
-    return _product(x, weight, bias, t, lora_b, activation, saves=False)[0]
+    operands = (x, weight, bias, lora_a, lora_b, seed)
+    return _layer(*operands, activation, scale, dropout_p, saves=False)[0]
 
 
 def lora_linear_forward(
@@ -58,9 +60,8 @@ def lora_linear_forward(
     dropout_p: float,
 ) -> list[Tensor]:
     check_lora("lora_linear", x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p)
-    t = _down(as_matrix(x), lora_a, seed, scale, dropout_p)
-    y, *z = _product(x, weight, bias, t, lora_b, activation, saves=saves_z(activation))
-    return [y, t, *z]
+    operands = (x, weight, bias, lora_a, lora_b, seed)
+    return _layer(*operands, activation, scale, dropout_p, saves=saves_z(activation))
 
 
 def lora_linear_backward(
@@ -82,10 +83,14 @@ def lora_linear_backward(
         (dz,) = _ops.bias_act_backward.default(dz, saved, _ZERO, activation, 0b01)
     rank, rows = lora_a.shape[0], as_matrix(dz)
     gradients = []
-    if mask & (DX | DA):
+    found = _fused_dx(rows, weight, lora_a, lora_b, seed, scale) if mask & DX else []
+    if found:
+        dx, dt = found
+        gradients.append(dx.view(x.shape))
+    elif mask & (DX | DA):
         dt = _down(rows, lora_b.T, None, scale, 0.0)
-    if mask & DX:
-        gradients.append(_product_dx(dz, x, weight, dt, lora_a, seed, dropout_p))
+        if mask & DX:
+            gradients.append(_product_dx(dz, x, weight, dt, lora_a, seed, dropout_p))
     if mask & (DWEIGHT | DBIAS):
         gradients += _ops.linear_act_backward.default(
             dz, x, weight, None, NONE, mask & (DWEIGHT | DBIAS), False
@@ -102,26 +107,76 @@ def lora_linear_backward(
 # --------------------------------------------------------------------------------------------------
 
 # How the branch comes to the linear:
+#   fused: all of it, t included, is one launch (lora_product); extended where that has no kernel.
+#     Only where it is forced: t is not there when the first tiles need it (H200, 8192 x 4096 x 4096
+#     bf16, 16 ranks, 491 us; extended 433; bench/results/h200/lora_notes.md)
 #   extended: in the same product, as more of what is added up (linear_act_extended); apart where
 #     that has no kernel, or a slower one
 #   apart: added to the finished product (two more passes over the output)
 #   residual: made first, and added where the product is rounded (one write, one read)
-PATHS = ("auto", "extended", "apart", "residual")
-_chosen = "auto"
-
-
-def use(path: str) -> str:
-    """Forces a path from now on; returns what was chosen before."""
-    global _chosen
-    if path not in PATHS:
-        raise ValueError(f"lora_use: path must be one of {', '.join(PATHS)}; got {path!r}")
-    before, _chosen = _chosen, path
-    return before
+PATHS = ("auto", "fused", "extended", "apart", "residual")
+_path = PathChoice("lora_use", PATHS)
+use = _path.use
 
 
 def choose_path() -> str:
-    """The path of :func:`_product`."""
-    return "extended" if _chosen == "auto" else _chosen
+    """The path to try first."""
+    return _path.forced or "extended"
+
+
+def _layer(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    seed: Tensor | None,
+    activation: int,
+    scale: float,
+    dropout_p: float,
+    saves: bool,
+) -> list[Tensor]:
+    """``[act(z), t]``, or ``[act(z), t, z]`` with ``saves``."""
+    rows = as_matrix(x)
+    if can_be_fused(rows, lora_a.shape[0], seed, NONE if saves else activation):
+        up = padded(lora_b, x, dim=1)
+        found = _ops.lora_product.default(rows, weight, bias, *fused_arguments(lora_a, up, scale))
+        if found:
+            z, t = found
+            z = z.view(*x.shape[:-1], weight.shape[0])
+            return [_ops.bias_act.default(z, _ZERO, activation), t, z] if saves else [z, t]
+    t = _down(rows, lora_a, seed, scale, dropout_p)
+    y, *z = _product(x, weight, bias, t, lora_b, activation, saves)
+    return [y, t, *z]
+
+
+def _fused_dx(
+    dz: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    seed: Tensor | None,
+    scale: float,
+) -> list[Tensor]:
+    """``[dz @ weight + dt @ lora_a, dt]`` of a matrix, or ``[]``."""
+    if not can_be_fused(dz, lora_a.shape[0], seed, NONE):
+        return []
+    up = padded(lora_a, dz, dim=0).T
+    return _ops.lora_product.default(dz, weight.T, None, *fused_arguments(lora_b.T, up, scale))
+
+
+FUSED_RANKS = 16  # that its warps have sums for
+
+
+def can_be_fused(x: Tensor, rank: int, seed: Tensor | None, activation: int) -> bool:
+    """Whether the path that makes ``t`` as well is tried, of a matrix ``x``."""
+    fits = has_kernel(x.dtype) and rank <= FUSED_RANKS and seed is None and activation == NONE
+    return choose_path() == "fused" and fits
+
+
+def fused_arguments(down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
+    """The last arguments of ``lora_product``: ranks in rows of the dtype of ``up``."""
+    return down.to(up.dtype).contiguous(), up, scale
 
 
 def _product(
@@ -137,7 +192,7 @@ def _product(
     factor = padded(lora_b, t, dim=1)
     path = choose_path()
     in_product = NONE if saves else activation
-    if path == "extended":
+    if path in ("fused", "extended"):
         z = _ops.linear_act_extended.default(x, weight, bias, t, factor, in_product)
         if z and saves:
             return [_ops.bias_act.default(z[0], _ZERO, activation), z[0]]
@@ -168,7 +223,7 @@ def _product_dx(
 ) -> Tensor:
     """``dz @ weight + dropout(dt @ lora_a)``, in the shape of ``x``, which is not read."""
     factor = padded(lora_a, dt, dim=0)
-    if choose_path() == "extended" and seed is None:
+    if choose_path() in ("fused", "extended") and seed is None:
         dx = _ops.linear_act_extended.default(dz, weight.T, None, dt, factor.T, NONE)
         if dx:
             return dx[0]
@@ -189,18 +244,18 @@ def _add_branch(t: Tensor, factor: Tensor, base: Tensor) -> Tensor:
     return branch.view(base.shape)
 
 
-def padded(factor: Tensor, t: Tensor, dim: int) -> Tensor:
-    """A factor as it is multiplied by ``t``: of its dtype, and with as many ranks.
+def padded(factor: Tensor, like: Tensor, dim: int) -> Tensor:
+    """A factor as it is multiplied by ``t``: of its dtype, with ranks of zeros to a multiple of 8.
 
     cuBLAS takes four times as long where the ranks are no multiple of 8 (67 us instead of 16 for
     5 of them; shared/TARGETS.md, H200).
     """
-    rank, ranks = factor.shape[dim], t.shape[1]
+    rank, ranks = factor.shape[dim], pitch_of(factor.shape[dim])
     if rank == ranks:
-        return factor.to(t.dtype)
+        return factor.to(like.dtype)
     shape = list(factor.shape)
     shape[dim] = ranks
-    wide = t.new_zeros(shape)
+    wide = like.new_zeros(shape)
     wide.narrow(dim, 0, rank).copy_(factor)
     return wide
 
@@ -283,6 +338,4 @@ def _up(
     dy, rows = (x, narrow) if transposed else (narrow, x)
     if not has_kernel(x.dtype):
         return torch.mm(dy.T, rows)
-    # The gradient of a linear layer's weight, of which only the shape is looked at.
-    layer = parameter.new_empty(()).expand(dy.shape[1], rows.shape[1])
-    return _ops.linear_act_backward.default(dy, rows, layer, None, NONE, DWEIGHT, False)[0]
+    return weight_gradient(dy, rows, parameter.dtype)

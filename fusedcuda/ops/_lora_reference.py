@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from ._activations import ACTIVATIONS, activation_gradient, apply_activation
-from ._linear_act_reference import check_operand, product
+from ._linear_act_reference import (
+    check_operand,
+    linear_act_extended,
+    linear_act_extended_fake,
+    product,
+)
 from ._lora_dropout import keep_factor, keep_mask
 from ._operands import compute_dtype
 from ._rows import (
@@ -168,6 +173,19 @@ def _transposed_product(
     return product(t[:, :rank].mT, x) * factor
 
 
+def lora_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+) -> list[Tensor]:
+    lora_product_fake(x, weight, bias, down, up, scale)
+    t = lora_down(x, down, None, scale, 0.0)
+    return [*linear_act_extended(x, weight, bias, t, up, NONE), t]
+
+
 def pitch_of(rank: int) -> int:
     """Columns of t: the rank, and zeros behind it."""
     return -(-rank // PITCH) * PITCH
@@ -273,6 +291,18 @@ def lora_up_fake(
     _check_seed(op, seed, x)
     shape = (x.shape[1], rank) if transposed else (rank, x.shape[1])
     return x.new_empty(shape, dtype=torch.float32 if in_float32 else x.dtype)
+
+
+def lora_product_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+) -> list[Tensor]:
+    t = lora_down_fake(x, down, None, scale, 0.0)
+    return [*linear_act_extended_fake(x, weight, bias, t, up, NONE), t]
 
 
 def lora_dropout_fake(x: Tensor, seed: Tensor, dropout_p: float) -> Tensor:

@@ -225,6 +225,13 @@ _define(
     3,
 )
 _define("lora_dropout(Tensor x, Tensor seed, float dropout_p) -> Tensor", 2)
+# [x @ weight.T + bias + t @ up.T, t] with t = scale * x @ down.T, in one launch; [] where there is
+# no kernel for that. x is a matrix, down (r, K); up (N, r rounded up to 8) lies as the weight does.
+_define(
+    "lora_product(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float scale) "
+    "-> Tensor[]",
+    5,
+)
 
 # Host only. How the branch is added to the linear: returns what was chosen before.
 define_host("lora_use(str path) -> str", cuda.use)
@@ -236,6 +243,10 @@ define_host(
 define_host(
     "lora_up_plan(Tensor t, Tensor x, Tensor? seed, int rank, float dropout_p, bool transposed, "
     "bool in_float32, int num_sms) -> str"
+)
+define_host(
+    "lora_product_plan(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float scale, "
+    "int num_sms) -> str"
 )
 
 _LORA_LINEAR = Operator(

@@ -39,12 +39,10 @@ struct ActRowsCall {
   void* saved;
 };
 
-// Of elements that lie one stride apart.
-struct SumCall {
-  int dtype;
-  int64_t batch, m, n, stride;
-  const void* matrix;
-  void* sum;
+struct ColumnSumsCall {
+  ActRowsCall rows;
+  int64_t batch;
+  void* sums;
 };
 
 struct BiasRowsCall {
@@ -54,10 +52,24 @@ struct BiasRowsCall {
   void* output;
 };
 
+ActRowsCall call_of(const ActRowsParams& p) {
+  return {static_cast<int>(p.dtype),
+          static_cast<int>(p.activation),
+          p.backward,
+          static_cast<int>(p.saves),
+          p.m,
+          p.n,
+          p.input.stride,
+          p.output.stride,
+          p.input.data,
+          p.output.data,
+          p.saved};
+}
+
 struct Callbacks {
   void (*act_rows)(const ActRowsCall*);
   void (*product)(const MatmulProblem*, const MatmulOperands*);
-  void (*sum)(const SumCall*);
+  void (*column_sums)(const ColumnSumsCall*);
   void (*quantize)(const Quantize*);
   void (*bias_rows)(const BiasRowsCall*);
 };
@@ -79,23 +91,12 @@ struct Runner {
   void dot_rows(const Matmul& matmul) { product(matmul); }
   void product(const Matmul& matmul) { callbacks.product(&matmul.problem, &matmul.operands); }
   void act_rows(const ActRowsParams& p) {
-    const ActRowsCall call = {static_cast<int>(p.dtype),
-                              static_cast<int>(p.activation),
-                              p.backward,
-                              static_cast<int>(p.saves),
-                              p.m,
-                              p.n,
-                              p.input.stride,
-                              p.output.stride,
-                              p.input.data,
-                              p.output.data,
-                              p.saved};
+    const ActRowsCall call = call_of(p);
     callbacks.act_rows(&call);
   }
-  void sum(const ColumnSum& s) {
-    const SumCall call = {static_cast<int>(dtype), s.batch,       s.m,  s.n,
-                          s.matrix.stride,         s.matrix.data, s.sum};
-    callbacks.sum(&call);
+  void column_sums(const ColumnSumsParams& p, const ColumnSumsConfig&) {
+    const ColumnSumsCall call = {call_of(p.rows), p.batch, p.sums};
+    callbacks.column_sums(&call);
   }
   void quantize(const Quantize& quantize) { callbacks.quantize(&quantize); }
   void bias_rows(const BiasRows& b) {

@@ -111,11 +111,7 @@ Quantize = _structure("Quantize", source=Pointer, target=Pointer, scale=Pointer,
 BiasRows = _structure(
     "BiasRows", bias=Pointer, bias_batch=Long, output=Matrix, batch=Long, m=Long, n=Long
 )
-ColumnSum = _structure("ColumnSum", matrix=Matrix, batch=Long, m=Long, n=Long, sum=Pointer)
-SumCall = _structure(
-    "SumCall", dtype=Int, batch=Long, m=Long, n=Long, stride=Long, matrix=Pointer, sum=Pointer
-)
-
+ColumnSumsCall = _structure("ColumnSumsCall", rows=ActRowsCall, batch=Long, sums=Pointer)
 BiasRowsCall = _structure(
     "BiasRowsCall",
     dtype=Int,
@@ -166,8 +162,12 @@ def unpack_mask(mask: Tensor, n: int) -> Tensor:
 def _act_rows(pointer: Any) -> None:
     call = pointer.contents
     dtype, shape = DTYPES[call.dtype], (call.m, call.n)
+    _write_act_rows(call, at(call.output, dtype, shape, (call.output_stride, 1)))
+
+
+def _write_act_rows(call: Any, output: Tensor) -> None:
+    dtype, shape = DTYPES[call.dtype], (call.m, call.n)
     values = at(call.input, dtype, shape, (call.input_stride, 1)).double()
-    output = at(call.output, dtype, shape, (call.output_stride, 1))
     bits = (call.m, mask_row_bytes(call.n))
     saved = at(call.saved, torch.uint8, bits, (bits[1], 1))
     if call.saves in (PRE_ACTIVATION, DERIVATIVE):
@@ -210,12 +210,19 @@ def _product(problem_pointer: Any, operands_pointer: Any) -> None:
     at(o.output, dtype, shape, (p.output_batch, p.output_stride, 1)).copy_(z)
 
 
-def _sum(pointer: Any) -> None:
-    call = pointer.contents
-    dtype = DTYPES[call.dtype]
-    strides = (call.m * call.stride, call.stride, 1)
-    values = at(call.matrix, dtype, (call.batch, call.m, call.n), strides).double()
-    at(call.sum, dtype, (call.batch, call.n), (call.n, 1)).copy_(values.sum(1))
+def _column_sums(pointer: Any) -> None:
+    call, rows = pointer.contents, pointer.contents.rows
+    dtype, shape = DTYPES[rows.dtype], (rows.m, rows.n)
+    values = at(rows.input, dtype, shape, (rows.input_stride, 1))
+    if rows.saves != 0:
+        assert rows.backward
+        dz = torch.empty(shape, dtype=dtype)
+        _write_act_rows(rows, dz)
+        if rows.output is not None:
+            at(rows.output, dtype, shape, (rows.output_stride, 1)).copy_(dz)
+        values = dz
+    sums = values.double().reshape(call.batch, rows.m // call.batch, rows.n).sum(1)
+    at(call.sums, dtype, (call.batch, rows.n), (rows.n, 1)).copy_(sums)
 
 
 def _quantize(pointer: Any) -> None:
@@ -236,7 +243,7 @@ def _bias_rows(pointer: Any) -> None:
 _CALLBACKS = (
     ctypes.CFUNCTYPE(None, ctypes.POINTER(ActRowsCall))(_act_rows),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(Problem), ctypes.POINTER(Operands))(_product),
-    ctypes.CFUNCTYPE(None, ctypes.POINTER(SumCall))(_sum),
+    ctypes.CFUNCTYPE(None, ctypes.POINTER(ColumnSumsCall))(_column_sums),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(Quantize))(_quantize),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(BiasRowsCall))(_bias_rows),
 )

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from fusedcuda.ops._activations import ACTIVATIONS, activation_gradient, apply_activation
 
+# The sums of dy, and those of dz in the pass that makes it.
+SUMS, DZ_AND_DBIAS = "column_sums_kernel", "act_rows_bwd_sum_kernel"
+
 # ---- Backward ------------------------------------------------------------------------------------
 
 
@@ -46,11 +49,13 @@ def test_backward(
     reference = expected_gradients(rounded_dz(dy, z, activation), x, weight)
     for name, gradient in gradients.items():
         check(gradient, reference[name])
-    act = [] if activation == "none" else ["act_rows_kernel"]
-    if dtype in (torch.float16, torch.bfloat16):
-        assert kernels(steps) == [*act, "BGRADB", PLAIN]
+    if activation != "none":
+        assert kernels(steps) == [DZ_AND_DBIAS, PLAIN, PLAIN]
+        assert steps[0]["what"] == "dz, dbias"
+    elif dtype in (torch.float16, torch.bfloat16):
+        assert kernels(steps) == ["BGRADB", PLAIN]
     else:
-        assert kernels(steps) == [*act, "torch.sum", PLAIN, PLAIN]
+        assert kernels(steps) == [SUMS, PLAIN, PLAIN]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +63,9 @@ def test_backward(
     [
         (["dx"], [PLAIN]),
         (["dweight"], [PLAIN]),
-        (["dbias"], ["torch.sum"]),
+        (["dbias"], [SUMS]),
         (["dweight", "dbias"], ["BGRADB"]),
-        (["dx", "dbias"], ["torch.sum", PLAIN]),
+        (["dx", "dbias"], [SUMS, PLAIN]),
     ],
 )
 def test_only_what_is_wanted(layer: FakeLayer, wanted: list[str], made_by: list[str]) -> None:
@@ -70,6 +75,29 @@ def test_only_what_is_wanted(layer: FakeLayer, wanted: list[str], made_by: list[
     for name in wanted:
         check(gradients[name], reference[name])
     assert kernels(steps) == made_by
+
+
+@pytest.mark.parametrize(
+    ("wanted", "made_by", "first"),
+    [
+        (["dx"], ["act_rows_kernel", PLAIN], "dz"),
+        (["dweight"], ["act_rows_kernel", PLAIN], "dz"),
+        (["dbias"], [DZ_AND_DBIAS], "dbias"),
+        (["dweight", "dbias"], [DZ_AND_DBIAS, PLAIN], "dz, dbias"),
+        (["dx", "dbias"], [DZ_AND_DBIAS, PLAIN], "dz, dbias"),
+    ],
+)
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_only_what_is_wanted_of_an_activation(
+    layer: FakeLayer, activation: str, wanted: list[str], made_by: list[str], first: str
+) -> None:
+    x, weight, dy, z = random(24, 32), random(40, 32), random(24, 40), random(24, 40)
+    gradients, steps = layer.backward(dy, x, weight, kept(z, activation), activation, wanted)
+    reference = expected_gradients(rounded_dz(dy, z, activation), x, weight)
+    for name in wanted:
+        check(gradients[name], reference[name])
+    assert kernels(steps) == made_by
+    assert steps[0]["what"] == first
 
 
 @pytest.mark.parametrize("weight_layout", LAYOUTS)
@@ -96,7 +124,7 @@ def test_backward_of_few_features(layer: FakeLayer, n: int) -> None:
     for name, gradient in gradients.items():
         check(gradient, reference[name])
     if n == 1:
-        assert kernels(steps) == ["torch.sum", PLAIN, PLAIN]
+        assert kernels(steps) == [SUMS, PLAIN, PLAIN]
 
 
 @pytest.mark.parametrize("refusal", [FakeLayer.without_algorithm, FakeLayer.fails_when_run])
@@ -107,7 +135,7 @@ def test_backward_does_with_less(layer: FakeLayer, refusal) -> None:
     reference = expected_gradients(rounded_dz(dy, z, "silu"), x, weight)
     for name, gradient in gradients.items():
         check(gradient, reference[name])
-    assert kernels(steps) == ["act_rows_kernel", "torch.sum", "torch.matmul", "torch.matmul"]
+    assert kernels(steps) == [DZ_AND_DBIAS, "torch.matmul", "torch.matmul"]
 
 
 # ---- Two layers ----------------------------------------------------------------------------------
@@ -147,7 +175,7 @@ def test_mlp_backward(layer: FakeLayer, activation: str) -> None:
     elif activation == "none":
         assert steps == ["BGRADB", PLAIN, "BGRADB", PLAIN]
     else:
-        assert steps == ["BGRADB", PLAIN, "act_rows_kernel", "BGRADB", PLAIN]
+        assert steps == ["BGRADB", PLAIN, DZ_AND_DBIAS, PLAIN, PLAIN]
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])
@@ -165,9 +193,8 @@ def test_mlp_backward_without_the_sum_in_the_epilogue(layer: FakeLayer) -> None:
 def test_mlp_backward_without_epilogues(layer: FakeLayer) -> None:
     layer.without_algorithm("DRELU_BGRAD", "DRELU", "BGRADB")
     steps = check_mlp(layer, "relu")
-    assert steps.count("torch.sum") == 2
-    assert "act_rows_kernel" in steps
+    assert steps == [SUMS, PLAIN, PLAIN, DZ_AND_DBIAS, PLAIN, PLAIN]
 
 
 def test_mlp_backward_of_an_odd_hidden_size(layer: FakeLayer) -> None:
-    assert "act_rows_kernel" in check_mlp(layer, "gelu_tanh", hidden=42)
+    assert DZ_AND_DBIAS in check_mlp(layer, "gelu_tanh", hidden=42)

@@ -11,7 +11,6 @@ from fake_kernels import (
     CUDA_TYPES,
     DTYPES,
     BiasRows,
-    ColumnSum,
     Matrix,
     Operands,
     Problem,
@@ -154,13 +153,3 @@ def test_rows_of_a_bias(torch_steps: ctypes.CDLL, dtype: torch.dtype) -> None:
         call = BiasRows(address(bias), batch_stride, matrix, 3, 7, 5)
         run(torch_steps, "bias_rows", call, DTYPES.index(dtype))
         assert torch.equal(output, bias.view(-1, 1, 5).expand(3, 7, 5))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_of_columns(torch_steps: ctypes.CDLL, dtype: torch.dtype) -> None:
-    """In float32: in bfloat16, 600 ones added up one by one would stay at 256."""
-    rows = torch.ones(2, 600, 8, dtype=dtype)
-    sums = torch.full((2, 8), nan, dtype=dtype)
-    call = ColumnSum(Matrix(address(rows), 8, 4800), 2, 600, 8, address(sums))
-    run(torch_steps, "sum", call, DTYPES.index(dtype))
-    assert torch.equal(sums, torch.full_like(sums, 600))

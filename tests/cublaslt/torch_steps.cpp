@@ -36,8 +36,3 @@ EXPORT int bias_rows(const BiasRows* call, int dtype, char* error, size_t size) 
     steps.bias_rows(*call, static_cast<DType>(dtype));
   });
 }
-
-EXPORT int sum(const ColumnSum* call, int dtype, char* error, size_t size) {
-  return report_errors(
-      error, size, [&](const TorchSteps& steps) { steps.sum(*call, static_cast<DType>(dtype)); });
-}

@@ -1,6 +1,7 @@
 // The kernels of linear_act as csrc/bindings/linear_act.cpp launches them, emulated.
 #include "entry.h"
 #include "kernels/linear_act.h"
+#include "kernels/linear_act_columns_config.h"
 #include "kernels/linear_act_config.h"
 
 namespace {
@@ -20,9 +21,13 @@ struct Call {
   int64_t extra_k, extra_a_stride, extra_b_stride;
   int num_sms, group;
   int dx_columns, dweight_columns, splits;  // 0 to choose; results: what was taken
+  int64_t batch;                            // of kColumnSums, whose sums are `dbias`
+  int only_choose;                          // of kColumnSums; then results
+  int vectors, threads_along, slices;
+  int64_t column_blocks, workspace_bytes;
 };
 
-enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad, kDot };
+enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad, kDot, kColumnSums };
 
 void product(Call* call) {
   LinearActParams params;
@@ -81,11 +86,11 @@ void gradient(Call* call) {
   workspace.check();
 }
 
-void elementwise(const Call& call) {
+ActRowsParams rows_of(const Call& call) {
   ActRowsParams params;
   params.dtype = static_cast<DType>(call.dtype);
   params.activation = static_cast<Activation>(call.activation);
-  params.backward = call.kind == kActivateBackward;
+  params.backward = call.kind != kActivate;
   params.m = call.m;
   params.n = call.n;
   params.input = {call.input, call.input_stride};
@@ -93,7 +98,23 @@ void elementwise(const Call& call) {
   params.saved = call.saved;
   params.output = {call.output, call.output_stride};
   params.dependent = true;
-  emulation::check_launch(launch_act_rows(params, nullptr));
+  return params;
+}
+
+void column_sums(Call* call) {
+  const ColumnSumsParams params = {rows_of(*call), call->batch, call->dbias};
+  DeviceTraits device;
+  device.num_sms = call->num_sms;
+  const ColumnSumsConfig config = choose_column_sums_config(params, device);
+  call->vectors = config.vectors;
+  call->threads_along = config.threads_along;
+  call->slices = config.slices;
+  call->column_blocks = config.column_blocks;
+  call->workspace_bytes = config.workspace_bytes;
+  if (call->only_choose) return;
+  const emulation::Workspace workspace(config.workspace_bytes);
+  emulation::check_launch(launch_column_sums(params, config, workspace.data(), nullptr));
+  workspace.check();
 }
 
 void pad(const Call& call) {
@@ -135,8 +156,10 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
       pad(*call);
     } else if (call->kind == kDot) {
       dot(*call);
+    } else if (call->kind == kColumnSums) {
+      column_sums(call);
     } else {
-      elementwise(*call);
+      emulation::check_launch(launch_act_rows(rows_of(*call), nullptr));
     }
   });
 }

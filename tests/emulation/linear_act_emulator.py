@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from emulator import DTYPES, Library, address
@@ -21,7 +22,7 @@ class Saves(IntEnum):
     DERIVATIVE = 3
 
 
-PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD, DOT = range(6)
+PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD, DOT, COLUMN_SUMS = range(7)
 
 
 class _Call(ctypes.Structure):
@@ -37,12 +38,25 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("extra_k", "extra_a_stride", "extra_b_stride")),
         *((name, ctypes.c_int) for name in ("num_sms", "group")),
         *((name, ctypes.c_int) for name in ("dx_columns", "dweight_columns", "splits")),
+        ("batch", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("only_choose", "vectors", "threads_along", "slices")),
+        *((name, ctypes.c_int64) for name in ("column_blocks", "workspace_bytes")),
     )
 
     def set_matrix(self, name: str, matrix: Tensor | None) -> None:
         setattr(self, name, address(matrix))
         if matrix is not None:
             setattr(self, f"{name}_stride", matrix.stride(0))
+
+
+class SumsConfig(NamedTuple):
+    """How the sums of columns were divided."""
+
+    vectors: bool
+    threads_along: int
+    column_blocks: int
+    slices: int
+    workspace_bytes: int
 
 
 def mask_row_bytes(n: int) -> int:
@@ -209,6 +223,65 @@ class LinearActEmulator(Library):
             return call
 
         return self.run("act_rows", call, [x, saved], [output, kept])
+
+    def column_sums(
+        self,
+        dy: Tensor,
+        activation: str = "none",
+        saved: Tensor | None = None,
+        *,
+        saves: Saves = Saves.NONE,
+        batch: int = 1,
+        output: Tensor | None = None,
+    ) -> list[Tensor]:
+        """[dz, sums] of dy * act'(z) with `saved` and room for dz, else [sums]; `sums_config`."""
+        m, n = dy.shape
+        sums = torch.empty(batch, n, dtype=dy.dtype)
+
+        def call(
+            dy: Tensor, saved: Tensor | None, dz: Tensor | None, sums: Tensor
+        ) -> ctypes.Structure:
+            call = _Call(
+                kind=COLUMN_SUMS,
+                dtype=DTYPES.index(dy.dtype),
+                activation=list(ACTIVATIONS).index(activation),
+                saves=saves,
+                m=m,
+                n=n,
+                saved=address(saved),
+                dbias=address(sums),
+                num_sms=self.num_sms,
+                batch=batch,
+            )
+            call.set_matrix("input", dy)
+            call.set_matrix("output", dz)
+            return call
+
+        return self.run("column_sums", call, [dy, saved], [output, sums], self._remember)
+
+    def choose_column_sums(
+        self, m: int, n: int, dtype: torch.dtype, *, batch: int = 1, saves: Saves = Saves.NONE
+    ) -> SumsConfig:
+        """For contiguous matrices on an H200."""
+        call = _Call(
+            kind=COLUMN_SUMS,
+            dtype=DTYPES.index(dtype),
+            saves=saves,
+            m=batch * m,
+            n=n,
+            input_stride=n,
+            output_stride=n,
+            num_sms=132,
+            batch=batch,
+            only_choose=True,
+        )
+        self.library.emulate(ctypes.byref(call), None, ctypes.c_size_t(0))
+        self._remember(call)
+        return self.sums_config
+
+    def _remember(self, call: ctypes.Structure) -> None:
+        values = [getattr(call, name) for name in SumsConfig._fields]
+        self.sums_config = SumsConfig(bool(values[0]), *values[1:])
 
     def pad(self, x: Tensor) -> Tensor:
         m, k = x.shape

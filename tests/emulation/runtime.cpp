@@ -65,7 +65,9 @@ cudaError_t emulation::launch(const void* kernel, const cudaLaunchConfig_t& conf
   if (grid.cluster > limits.cluster) return cudaErrorInvalidClusterSize;
   if (x % grid.cluster != 0) return cudaErrorInvalidConfiguration;
   if (cooperative) {
-    if (y != 1 || z != 1 || grid.cluster != 1) return cudaErrorInvalidConfiguration;
+    // All blocks take turns as those of a cluster do: there may be one cluster, but no more.
+    if (y != 1 || z != 1 || (grid.cluster != 1 && grid.cluster != x))
+      return cudaErrorInvalidConfiguration;
     if (x > kMostResidentBlocks) return cudaErrorCooperativeLaunchTooLarge;
     grid.cluster = x;
   }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from norm_checks import (
@@ -120,3 +122,40 @@ def test_little_shared_memory(norm, op, dtype) -> None:
         config = check_backward(norm, op, dy, x, dh, *vectors)
         assert config.path == "stream"
         assert config.partials == min(-(-rows // 16), 3)
+
+
+# ---- Phases --------------------------------------------------------------------------------------
+
+
+@EVERY_OP
+@REGISTER_DTYPES
+@pytest.mark.parametrize("gap", [0, 1, 3])
+def test_rows_in_phases(norm, op, dtype, gap) -> None:
+    """Groups of blocks that begin in a phase, with one, and that see several of them."""
+    vec = 16 // dtype.itemsize
+    columns = 4 * 32 * vec + 1  # more than a warp holds
+    place = norm.place = pitched(1, gap)
+    for num_sms, rows in ((1, 5), (2, 24), (3, 9)):
+        norm.num_sms, norm.shared_kilobytes_of_sm = num_sms, 60
+        x, dy, dh = (place(rows_of(rows, columns, dtype)) for _ in range(3))
+        vectors = vectors_for(op, columns, dtype)
+        for more in (None, dh):
+            config = check_forward(norm, op, x, more, *vectors)
+            assert (config.path, config.aligned, config.cluster) == ("pipeline", False, 1)
+            config = check_backward(norm, op, dy, x, more, *vectors)
+            phases = vec // math.gcd(columns + gap, vec)
+            blocks = config.partials - phases + 1
+            assert 1 <= blocks <= phases * -(-rows // phases)
+
+
+# ---- Few columns ---------------------------------------------------------------------------------
+
+
+@EVERY_OP
+@REGISTER_DTYPES
+def test_a_thread_a_row(norm, op, dtype) -> None:
+    norm.num_sms = 1
+    for rows, columns in ((5, 1), (4500, 1), (1030, 3)):
+        forward, backward = check(norm, op, rows, columns, dtype)
+        assert (forward.path, backward.path) == ("register", "register")
+        assert backward.partials == min(-(-rows // (2048 if columns == 1 else 512)), 2)

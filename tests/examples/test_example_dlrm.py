@@ -1,6 +1,8 @@
 """The DLRM study: models that agree, counts that are right, and a page that says what was done."""
 
 import copy
+import gc
+import weakref
 from collections import Counter as Calls
 from pathlib import Path
 
@@ -148,6 +150,44 @@ def test_providers_do_not_train_each_others_parameters():
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.parametrize("name", [step.EAGER, step.FUSED, step.GRAPH])
+def test_a_provider_keeps_its_model(name, monkeypatch):
+    """A CUDA graph reads parameters, buffers and optimizer state where they were: it owns none."""
+
+    class Recorded:
+        """What GraphReplay keeps of the calls it captured: their outputs."""
+
+        def __init__(self, calls, cycles, stream):
+            self.outputs = [call() for call in calls]
+
+    made, held = [], []
+    twin, adam = step.twin, step.optimizer_for("adam", torch.device("cpu"))
+
+    def seen_twin(*arguments):
+        made.append(twin(*arguments))
+        held.extend(weakref.ref(x) for x in (*made[-1].parameters(), *made[-1].buffers()))
+        return made.pop()
+
+    def seen_adam(parameters):
+        made.append(adam(parameters))
+        held.append(weakref.ref(made[-1]))
+        return made.pop()
+
+    monkeypatch.setattr(step, "GraphReplay", Recorded)
+    monkeypatch.setattr(step, "twin", seen_twin)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    config = reduced(CONFIGS["kaggle"])
+    plain = PlainDLRM(config, ROWS)
+    provider = step.build(name, plain, seen_adam, batch_of(config, dtype=torch.float32))
+    gc.collect()
+    assert len(held) == len([*plain.parameters(), *plain.buffers()]) + 1
+    assert all(reference() is not None for reference in held)
+    del provider
+    gc.collect()
+    assert all(reference() is None for reference in held)
+
+
 # -- the page -------------------------------------------------------------------------------------
 
 TINY = ["--case", "kaggle:32", "--table-rows", "50", "--no-compile", "--device", "cpu"]
@@ -276,6 +316,24 @@ def test_every_provider_runs_on_a_gpu(name):
         losses = [provider.step(batches[0]).item() for _ in range(20)]
         assert losses[-1] < losses[0]
         assert provider.predict(batches[1]).shape == expected.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", step.PROVIDERS)
+def test_later_allocations_do_not_reach_a_provider_on_a_gpu(name):
+    config = reduced(CONFIGS["kaggle"])
+    device = torch.device("cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        plain = PlainDLRM(config, ROWS).to(device)
+        (batch,) = step.batches_of(generate_rows(32), config, ROWS, 32, 1, device, torch.float32)
+        provider = step.build(name, plain, step.optimizer_for("adam", device), batch)
+        expected = provider.predict(batch).clone()
+        # Into every gap between small tensors; as offsets they give rows that exist, but others.
+        others = [torch.ones(64, dtype=torch.int64, device=device) for _ in range(50_000)]
+        assert torch.equal(provider.predict(batch), expected)
+        losses = [provider.step(batch).item() for _ in range(20)]
+        assert losses[-1] < losses[0]
+        assert all((torch.stack(others) == 1).flatten().tolist())
 
 
 def test_the_measured_case_runs_from_start_to_end_with_a_scripted_gpu(

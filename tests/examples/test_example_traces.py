@@ -135,6 +135,12 @@ def test_triton_is_launched_by_the_driver_api():
             "void fusedcuda::act_rows_bwd_kernel<bf16>",
             ELEMENTWISE,
         ),
+        (
+            "fusedcuda::linear_act_backward",
+            "void fusedcuda::act_rows_bwd_sum_kernel<bf16, 8>",
+            ELEMENTWISE,
+        ),
+        ("fusedcuda::linear_act_backward", "void fusedcuda::column_sums_kernel<bf16>", REDUCTION),
         ("fusedcuda::linear_act_backward", "void fusedcuda::sum_partials_kernel<bf16>", REDUCTION),
         ("fusedcuda::linear_act_forward", "", MATMUL),
         ("fusedcuda::dot_interaction_backward", "", FUSED),

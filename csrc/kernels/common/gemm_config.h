@@ -55,19 +55,38 @@ inline int64_t count_tiles(int64_t rows, int64_t columns, const GemmConfig& conf
          ceil_div(columns, config.tile_columns) * config.splits;
 }
 
-// Rows of clusters of tiles that are computed together, by the bytes of b. H200, microseconds of
-// groups of 2, 4, 8, 16 and 32 (bench/tuning/linear_act_configs.cu, gated_mlp_configs.cu): with
-// weights that the L2 holds, 8192 x 4096 x 4096, 395, 390, 393, 398, 438; with more, 8192 x 14336 x
-// 4096, 1368, 1378, 1418, 1457, 1627, and twice that, 2713, 2901, 2896, 2903, 3197.
+// Rows of clusters of tiles that are computed together, by the bytes of b: the tiles that run at
+// the same time should need as few rows and columns as possible. H200 at its highest clock,
+// microseconds of groups of 2, 4, 8 and 16 (bench/tuning/linear_products.cu, gated_mlp_configs.cu):
+// 8192 x 4096 x 4096, 356.5, 357.8, 354.5, 356.6; 8192 x 14336 x 4096, 1280, 1247, 1237, 1247;
+// twice that as one product, 2634, 2536, 2512, 2630. Small weights are in the L2 as a whole: 65536
+// x 512 x 16, 27.2, 26.9, 28.1, 29.2.
 inline int group_for(int64_t bytes_of_b) {
-  constexpr int64_t kL2Bytes = int64_t{60} << 20;
-  return bytes_of_b > kL2Bytes ? 2 : 4;
+  constexpr int64_t kSmallBytes = int64_t{8} << 20;
+  return bytes_of_b > kSmallBytes ? 8 : 4;
 }
 
 // Clusters that run at the same time.
 inline int64_t resident_clusters(const DeviceTraits& device, const GemmConfig& config) {
   const int log2 = config.cluster == 1 ? 0 : config.cluster == 2 ? 1 : 2;
   return std::min<int64_t>(device.num_sms / config.cluster, device.resident_clusters[0][log2]);
+}
+
+// Tiles that a cluster computes one behind the other.
+inline int64_t count_rounds(int64_t rows, int64_t columns, const DeviceTraits& device,
+                            const GemmConfig& config) {
+  return ceil_div(count_tiles(rows, columns, config), resident_clusters(device, config));
+}
+
+// What part of the elements that all clusters could have in these rounds is the result's: tiles
+// stick out of it, and in the last round not every cluster has one.
+inline double useful_part(int64_t rows, int64_t columns, const DeviceTraits& device,
+                          const GemmConfig& config) {
+  const double of_tile = static_cast<double>(config.tile_rows) * config.tile_columns;
+  const int64_t tiles = count_rounds(rows, columns, device, config) *
+                        resident_clusters(device, config) * config.cluster;
+  return static_cast<double>(rows) * static_cast<double>(columns) /
+         (of_tile * static_cast<double>(tiles));
 }
 
 // As many blocks as there are clusters of tiles, and no more than run at the same time.

@@ -64,11 +64,13 @@ GemmTiles make_tiles(int64_t m, int64_t n, int64_t k, const GemmConfig& config) 
                          config.group);
 }
 
+// `cooperative`: blocks wait for each other.
 template <typename Gemm, typename Kernel, typename Params>
 cudaError_t start(Kernel kernel, const GemmConfig& config, cudaStream_t stream,
-                  const Params& params) {
+                  const Params& params, bool cooperative = false) {
   LaunchOptions options;
-  options.dependent = true;
+  options.dependent = !cooperative;
+  options.cooperative = cooperative;
   options.cluster = Gemm::kClusterBlocks;
   options.shared_bytes = GemmShared<Gemm>::kBytes;
   return launch(kernel, dim3(config.blocks), dim3(kGemmThreads), options, stream, params);

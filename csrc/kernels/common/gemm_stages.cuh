@@ -65,6 +65,19 @@ class GemmShared {
   unsigned char* base_ = static_cast<unsigned char*>(dynamic_shared());
 };
 
+// What the three idle warps of the producer's warpgroup do beside a product: nothing. Others have
+// rows of extra_a to make, which the producer waits for (lora_product.cuh).
+struct NoGemmSide {
+  struct Params {};
+  static constexpr bool kRuns = false;
+  // Of a thread of the producer's warpgroup and of the others: 504 for three threads.
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+  __device__ __forceinline__ explicit NoGemmSide(const Params& /*params*/) {}
+  __device__ __forceinline__ void run(int /*warp*/, int /*warps*/) const {}
+  __device__ __forceinline__ void wait_for_rows(int /*first*/) const {}
+};
+
 // A place in a ring of stages, and how often it has been around.
 template <int kStages>
 struct RingPosition {

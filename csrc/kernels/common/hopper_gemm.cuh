@@ -126,10 +126,11 @@ struct HopperGemm {
   // of them in the loops, since the compiler then knows that addresses are the same for the warp,
   // as the engine wants them.)
 
-  // Both factors, or b if a is scaled.
+  // Both factors, or b if a is scaled. `side` makes extra_a.
+  template <typename Side>
   static __device__ __forceinline__ void load(const Factors& factors,
                                               const GemmShared<HopperGemm>& shared,
-                                              const GemmTiles& tiling) {
+                                              const GemmTiles& tiling, const Side& side) {
     Stages* const stages = shared.stages();
     const unsigned rank = kCluster == 1 ? 0 : cluster_rank();
     RingPosition<kStages> at;
@@ -138,6 +139,7 @@ struct HopperGemm {
       Mbarrier* const full = &stages->full[at.stage];
       const bool is_extra = !kIsScaled && block >= tiling.k_blocks;
       const int k = (is_extra ? block - tiling.k_blocks : block) * kGemmK;
+      if (is_extra) side.wait_for_rows(first_row(tile, rank));
       stages->empty[at.stage].wait(at.parity ^ 1);
       at.advance();
       if (!is_elected_lane()) return;

@@ -108,6 +108,7 @@ class RowSlice {
  public:
   static constexpr int kVec = kVectorWidth<T>;
   static constexpr bool kIsAligned = kAligned;
+  static constexpr bool kKeepsUnpacked = kAligned;
 
   // `row`: the first element of the row whose alignment counts.
   __device__ RowSlice(const T* row, int columns, unsigned cluster_rank) : columns_(columns) {

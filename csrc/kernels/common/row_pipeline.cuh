@@ -9,11 +9,16 @@
 // kAligned: every vector of every tensor is whole and aligned. A thread's vectors are blockDim.x
 // apart, and it copies what it will read itself.
 //
-// Otherwise the aligned 16-byte pieces that cover the row are copied, and a warp has a contiguous
-// part of the row: all that its threads read, they have copied themselves, so no barrier is wider
-// than a warp. A thread's "vectors" are 32-bit words as far apart as the warp has threads. Those it
-// reads without bank conflicts, wherever the row begins, and writes as words of whole lines. Where
-// elements are half a word and rows begin in the middle of one, both take a shift by 16 bits.
+// kPhased: the same for the aligned 16-byte pieces that cover the row, where it begins at the same
+// place of its first piece in every tensor. That place is another one from row to row, but comes
+// back after up to eight of them: a block takes rows that share it one after the other (RowSets),
+// and so keeps its columns. Only the pieces at the ends of the row take more than aligned ones.
+//
+// kShifted: the same pieces are copied, and a warp has a contiguous part of the row: all that its
+// threads read, they have copied themselves, so no barrier is wider than a warp. A thread's
+// "vectors" are 32-bit words as far apart as the warp has threads. Those it reads without bank
+// conflicts, wherever the row begins, and writes as words of whole lines. Where elements are half a
+// word and rows begin in the middle of one, both take a shift by 16 bits.
 #pragma once
 
 #include "async_copy.cuh"
@@ -22,38 +27,156 @@
 
 namespace fusedcuda {
 
-template <typename T, int kItems, bool kAligned>
+// Sets of rows that a group of blocks takes one after the other: of blockDim.y rows each, one for
+// every threadIdx.y. Index: of a row.
+template <typename Index>
+struct RowSegment {
+  Index begin, end, step;  // of the sets
+  int phase, phases;       // the rows' numbers are phase, phase + phases, ...
+
+  __device__ Index row(Index set) const {
+    const Index height = blockDim.y, place = threadIdx.y;
+    return (set * height + place) * phases + phase;
+  }
+};
+
+// The segments that group `group` of `groups` takes. kPhased: rows are put in order of their
+// phases, each phase filled up to whole sets and all to the same number of sets, and a group takes
+// its share of that in one piece. So it has seldom more than two segments, and together the groups
+// have groups + phases - 1 at most. Otherwise there is one segment of every groups-th set. 32 bits
+// suffice for rows in phases (choose_access).
+template <RowAccess kAccess,
+          typename Index = std::conditional_t<kAccess == RowAccess::kPhased, int, int64_t>>
+class RowSets {
+  static constexpr bool kPhased = kAccess == RowAccess::kPhased;
+
+ public:
+  __device__ RowSets(int64_t rows, int64_t group, int64_t groups, int phases)
+      : phases_(kPhased ? phases : 1) {
+    const Index height = phases_ * static_cast<int>(blockDim.y);
+    sets_ = static_cast<Index>((rows + height - 1) / height);
+    if constexpr (kPhased) {
+      const Index first = static_cast<Index>(group * sets_ * phases / groups);
+      left_ = static_cast<Index>((group + 1) * sets_ * phases / groups) - first;
+      phase_ = first / sets_;
+      begin_ = first - phase_ * sets_;
+      leaves_gap_ = group > 0 && begin_ == 0;
+    } else {
+      begin_ = static_cast<Index>(group);
+      step_ = static_cast<Index>(groups);
+    }
+  }
+
+  // do sets.segment() ... while (sets.advance()): a group has one at least.
+  __device__ RowSegment<Index> segment() const {
+    return {begin_, kPhased ? end() : sets_, step_, phase_, phases_};
+  }
+  __device__ bool advance() {
+    if constexpr (!kPhased) return false;
+    left_ -= end() - begin_;
+    begin_ = 0;
+    ++phase_;
+    leaves_gap_ = false;
+    return left_ > 0;
+  }
+
+  // What a segment leaves has its own place among the results of all. Where a group begins with a
+  // phase, the place before is nobody's.
+  __device__ int64_t place(int64_t group) const { return group + phase_; }
+  __device__ bool leaves_gap() const { return leaves_gap_; }
+
+ private:
+  __device__ Index end() const { return min(begin_ + left_, sets_); }
+
+  int phases_;
+  Index sets_;  // of a phase
+  Index begin_, left_ = 0, step_ = 1;
+  int phase_ = 0;
+  bool leaves_gap_ = false;
+};
+
+template <typename T, int kItems, RowAccess kAccess>
 class RowPipeline {
+  static constexpr bool kAligned = kAccess == RowAccess::kAligned;
+  static constexpr bool kPhased = kAccess == RowAccess::kPhased;
+  static constexpr bool kShifted = kAccess == RowAccess::kShifted;
+
  public:
   static constexpr int kVec = kVectorWidth<T>;
   static constexpr bool kIsAligned = kAligned;
+  static constexpr bool kKeepsUnpacked = !kShifted;
   using V = Packed<T>;
 
   // `memory`: `stages` times `tensors` times blockDim.y rows of pipeline_slots() each.
   __device__ RowPipeline(void* memory, int stages, int tensors, int columns, unsigned cluster_rank)
       : memory_(static_cast<V*>(memory)), stages_(stages), tensors_(tensors) {
-    first_ = static_cast<int>(cluster_rank * kItems * blockDim.x) * kVec;
-    length_ = min(max(columns - first_, 0), kItems * static_cast<int>(blockDim.x) * kVec);
+    begin(cluster_rank, columns, 0);
     // The warp's own slots: whatever the shift, no other warp's pieces come there.
-    if constexpr (!kAligned) memory_ += thread() / kWarpSize * (kItems * kWarpSize + kSlotsOfLine);
+    if constexpr (kShifted) memory_ += thread() / kWarpSize * (kItems * kWarpSize + kSlotsOfLine);
   }
 
-  // The first column of this block's part, and how many there are.
+  // kPhased: what follows are rows that begin like this one of `matrix`.
+  __device__ void begin_segment(const RowMatrix& matrix, int64_t row, int columns,
+                                unsigned cluster_rank) {
+    if constexpr (kPhased) {
+      const auto at = reinterpret_cast<uintptr_t>(row_of<T>(matrix, row));
+      stage_ = 0;
+      // The number of this thread, which the compiler does not know to stay: it would carry the
+      // columns of all elements from segment to segment, and has no registers for them.
+      thread_ = static_cast<int>(threadIdx.x + (row >> 28));
+      begin(cluster_rank, columns, static_cast<int>(at / sizeof(T) % kVec));
+    }
+  }
+
+  // Among those of the row in this block.
+  __device__ int thread() const { return kPhased ? thread_ : static_cast<int>(threadIdx.x); }
+
+  // The first column of this block's part, negative where the row begins inside of it, and where
+  // in the part the columns end.
   __device__ int first() const { return first_; }
   __device__ int length() const { return length_; }
   // Of element j of vector i, within the part.
   __device__ int column(int i, int j = 0) const {
-    if constexpr (kAligned) return piece(i) * kVec + j;
+    if constexpr (!kShifted) return piece(i) * kVec + j;
     const int word = (i * V::kWords + j / kPerWord) * width() + lane();
     return first_of_warp() + word * kPerWord + j % kPerWord;
   }
-  __device__ bool has(int i, int j = 0) const { return column(i, j) < length_; }
-  __device__ bool has_all(int i) const { return has(i, kAligned ? 0 : kVec - 1); }
+  // Whether element j of vector i belongs to the row; of a vector, any of its elements.
+  __device__ bool has(int i, int j) const {
+    return column(i, j) < length_ && (!kPhased || column(i, j) + first_ >= 0);
+  }
+  __device__ bool has(int i) const { return column(i) < length_; }
+  __device__ bool has_all(int i) const {
+    if constexpr (kPhased) return has(i) && !is_end(i);
+    return has(i, kAligned ? 0 : kVec - 1);
+  }
 
   // Starts the copy of a row of `matrix` to the present stage.
   __device__ void fetch(int tensor, const RowMatrix& matrix, int64_t row) {
     const T* part = part_of(matrix, row);
-    if constexpr (kAligned) {
+    if constexpr (kPhased) {
+      V* slots = slots_of(tensor) + line_of(part);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (has_all(i)) copy_async_16(slots + slot(i), part + column(i));
+      }
+      if (ends_ == 0) return;
+#pragma unroll 1
+      for (int i = 0; i < kItems; ++i) {
+        if (!is_end(i)) continue;
+        const T* source = part + column(i);
+        if (source >= matrix.data && source + kVec <= matrix.end) {
+          copy_async_16(slots + slot(i), source);
+          continue;
+        }
+        // Of the first or the last row: nothing outside of the tensor.
+        T* elements = reinterpret_cast<T*>(slots + slot(i));
+#pragma unroll 1
+        for (int j = 0; j < kVec; ++j) {
+          if (has(i, j)) elements[j] = source[j];
+        }
+      }
+    } else if constexpr (kAligned) {
       V* slots = slots_of(tensor);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
@@ -111,12 +234,29 @@ class RowPipeline {
     if constexpr (!kAligned) __syncwarp();
   }
 
+  // kPhased: what the pieces at the ends of a row that has arrived hold of other rows becomes 0.
+  // To be called before the row is read.
+  __device__ void clear_ends(int tensor, unsigned shift) const {
+    if constexpr (kPhased) {
+      if (ends_ == 0) return;
+#pragma unroll 1
+      for (int i = 0; i < kItems; ++i) {
+        if (!is_end(i)) continue;
+        T* elements = reinterpret_cast<T*>(slots_of(tensor) + shift + slot(i));
+#pragma unroll 1
+        for (int j = 0; j < kVec; ++j) {
+          if (!has(i, j)) elements[j] = from_compute<T>(0);
+        }
+      }
+    }
+  }
+
   // Vector i of a row that has arrived; `shift` is shift_of() its source. Elements beyond the row
   // are 0.
   __device__ V read(int tensor, int i, unsigned shift) const {
     const V* slots = slots_of(tensor);
-    if constexpr (kAligned) {
-      if (has(i)) return slots[piece(i)];
+    if constexpr (!kShifted) {
+      if (has(i)) return slots[(kPhased ? shift : 0) + slot(i)];
       return V{};
     } else {
       const uint32_t* words = slots->words + shift / kPerWord + lane();
@@ -139,12 +279,13 @@ class RowPipeline {
   }
 
   // Elements between the part of a row and the address below it at which its slots begin: a
-  // multiple of 16 bytes or, for whole warps, of 128.
+  // multiple of 16 bytes or, for whole warps, of 128. kPhased: slots.
   __device__ unsigned shift_of(const RowMatrix& matrix, int64_t row) const {
+    if constexpr (kPhased) return line_of(part_of(matrix, row));
     return kAligned ? 0 : shift_of(part_of(matrix, row));
   }
 
-  // A row of results. Unaligned, all threads of a warp take part, also those whose row does not
+  // A row of results. Shifted, all threads of a warp take part, also those whose row does not
   // exist.
   __device__ void write(const RowMatrix& matrix, int64_t row, const V (&results)[kItems],
                         bool exists = true) const {
@@ -153,6 +294,21 @@ class RowPipeline {
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         if (has(i)) store_packed(part + column(i), results[i]);
+      }
+    } else if constexpr (kPhased) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (has_all(i)) store_packed(part + column(i), results[i]);
+      }
+      if (ends_ == 0) return;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        if (!is_end(i)) continue;
+        const Vector<T, kVec> elements = results[i];
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) {
+          if (has(i, j)) part[column(i, j)] = elements.values[j];
+        }
       }
     } else {
       // In the middle of a word of the thread one in memory begins, if `shift` is odd.
@@ -202,18 +358,33 @@ class RowPipeline {
   __device__ static int width() {
     return kItems > 1 ? kWarpSize : min(static_cast<int>(blockDim.x), kWarpSize);
   }
-  __device__ static int thread() { return threadIdx.x; }
-  __device__ static int lane() { return thread() % kWarpSize; }
+  __device__ static int lane() { return threadIdx.x % kWarpSize; }
 
   // The first column of the warp's part.
   __device__ static int first_of_warp() {
-    return thread() / kWarpSize * (kItems * kVec * kWarpSize);
+    return static_cast<int>(threadIdx.x) / kWarpSize * (kItems * kVec * kWarpSize);
   }
 
-  // The place of the i-th piece that the thread copies among those of the part. Unaligned, the
+  // The part of block `cluster_rank`, of rows whose first piece begins `phase` elements earlier.
+  __device__ void begin(unsigned cluster_rank, int columns, int phase) {
+    first_ = static_cast<int>(cluster_rank * kItems * blockDim.x) * kVec - phase;
+    length_ = min(max(columns - first_, 0), kItems * static_cast<int>(blockDim.x) * kVec);
+    if constexpr (kPhased) {
+      ends_ = 0;
+      for (int i = 0; i < kItems; ++i) {
+        const bool is_whole = column(i) + first_ >= 0 && column(i) + kVec <= length_;
+        if (has(i) && !is_whole) ends_ |= 1u << i;
+      }
+    }
+  }
+
+  // kPhased: whether some, not all, of vector i belongs to the row.
+  __device__ bool is_end(int i) const { return ends_ >> i & 1; }
+
+  // The place of the i-th piece that the thread copies among those of the part. Shifted, the
   // first lane also copies a kItems-th one: there the warp's part ends, and the next one's begins.
-  __device__ static int piece(int i) {
-    if constexpr (kAligned) return i * static_cast<int>(blockDim.x) + thread();
+  __device__ int piece(int i) const {
+    if constexpr (!kShifted) return i * static_cast<int>(blockDim.x) + thread();
     return (thread() / kWarpSize * kItems + i) * width() + lane();
   }
   __device__ static bool copies(int i) { return i < kItems || lane() == 0; }
@@ -230,16 +401,30 @@ class RowPipeline {
     const unsigned slots = blockDim.x < kWarpSize ? 1 : kSlotsOfLine;
     return static_cast<unsigned>(reinterpret_cast<uintptr_t>(part) / sizeof(T)) % (slots * kVec);
   }
+  // Its slot. Whatever the place in a line at which the row begins, no other warp's pieces come
+  // there.
+  __device__ int slot(int i) const {
+    if constexpr (!kPhased) return piece(i);
+    const int warp = thread_ / kWarpSize + i * static_cast<int>(blockDim.x / kWarpSize);
+    return warp * (kWarpSize + kSlotsOfLine) + lane();
+  }
+
+  // Slots between the 128-byte line in which a part begins and the part.
+  __device__ static unsigned line_of(const T* part) {
+    return static_cast<unsigned>(reinterpret_cast<uintptr_t>(part) / kVectorBytes) % kSlotsOfLine;
+  }
   __device__ V* slots_of(int tensor) const {
     return memory_ + ((stage_ * tensors_ + tensor) * static_cast<int>(blockDim.y) +
                       static_cast<int>(threadIdx.y)) *
-                         pipeline_slots(kItems, static_cast<int>(blockDim.x), kAligned);
+                         pipeline_slots(kItems, static_cast<int>(blockDim.x), kAccess);
   }
 
   V* memory_;
   int stages_, tensors_;
   int first_, length_;
   int stage_ = 0;
+  int thread_ = threadIdx.x;  // kPhased
+  unsigned ends_ = 0;         // kPhased: a bit for each vector that the row ends, or begins, in
 };
 
 }  // namespace fusedcuda

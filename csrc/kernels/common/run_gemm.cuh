@@ -19,10 +19,12 @@ namespace fusedcuda {
 // Epilogue::kSumsRows: whether it wants the sums of a's rows; with the first column of tiles it
 // gets
 //   epilogue.store_row_sums(sums, row, split);
-template <typename Gemm, typename Epilogue>
+// Side: see NoGemmSide.
+template <typename Gemm, typename Epilogue, typename Side = NoGemmSide>
 __device__ __forceinline__ void run_gemm(const typename Gemm::Factors& factors,
                                          const GemmTiles& tiling,
-                                         const typename Epilogue::Params& params) {
+                                         const typename Epilogue::Params& params,
+                                         const typename Side::Params& side_params = {}) {
   const GemmShared<Gemm> shared;
   typename Gemm::Stages* const stages = shared.stages();
   // -1: the producer. (By a shuffle, so that the compiler knows it to be the same for the warp.)
@@ -44,14 +46,18 @@ __device__ __forceinline__ void run_gemm(const typename Gemm::Factors& factors,
   cluster_wait();
   wait_for_previous_kernel();
   if (warpgroup < 0) {
-    give_registers<40>();
-    if (threadIdx.x / kWarpSize == 0) Gemm::load(factors, shared, tiling);
+    give_registers<Side::kProducerRegisters>();
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const Side side(side_params);
+    if (warp == 0) Gemm::load(factors, shared, tiling, side);
     if constexpr (Gemm::kIsScaled) {
-      if (threadIdx.x / kWarpSize == 1) Gemm::load_scaled_a(factors, shared, tiling);
+      static_assert(!Side::kRuns);
+      if (warp == 1) Gemm::load_scaled_a(factors, shared, tiling);
     }
+    if (Side::kRuns && warp > 0) side.run(warp - 1, kWarpgroup / kWarpSize - 1);
     __syncwarp();  // the barrier below is one of whole warps
   } else {
-    take_registers<232>();
+    take_registers<Side::kConsumerRegisters>();
     typename Gemm::Position at;
     Epilogue epilogue(params, warpgroup, shared);
     const unsigned rank = Gemm::kClusterBlocks == 1 ? 0 : cluster_rank();

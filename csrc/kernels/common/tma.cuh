@@ -74,6 +74,14 @@ __device__ __forceinline__ void fence_shared_for_copies() {
 #endif
 }
 
+// Between stores of threads to global memory and copies that read it: of the thread that stored,
+// before it says so, and of the one that starts the copy, after it has heard.
+__device__ __forceinline__ void fence_global_for_copies() {
+#ifndef FUSEDCUDA_EMULATION
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 // The stores that this thread has started since the last commit are a group.
 __device__ __forceinline__ void commit_stores() {
 #ifdef FUSEDCUDA_EMULATION

@@ -1,0 +1,231 @@
+// A linear layer with its adapter in one launch:
+//
+//   y = x @ weight.T + bias + t @ up.T,   t = scale * x @ down.T
+//
+// A product on Hopper (common/hopper_gemm.cuh) leaves three warps of each block idle. They make t,
+// 16 rows at a time, straight from the memory to mma.sync, while the others multiply x and the
+// weight; that needs t only at the end of a tile, for one block more of what it adds up. For 128
+// rows a counter says how many of their eights of t are there.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cassert>
+#include <cstdint>
+
+#include "common/convert.cuh"
+#include "common/gemm_launch.cuh"
+#include "common/grid_counter.cuh"
+#include "common/mma.cuh"
+#include "common/run_gemm.cuh"
+#include "common/tma.cuh"
+#include "linear_act_epilogue.cuh"
+#include "lora.h"
+#include "lora_product_config.h"
+
+namespace fusedcuda {
+
+template <typename T>
+class LoraSide {
+ public:
+  struct Params {
+    const void* x = nullptr;
+    const void* down = nullptr;
+    void* t = nullptr;
+    unsigned* counters = nullptr;  // zero before the launch
+    int64_t x_stride = 0, down_stride = 0;
+    int rows = 0, columns = 0, rank = 0, pitch = 0;  // pitch: of t
+    float scale = 1;
+  };
+  static constexpr bool kRuns = true;
+  static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
+
+  __device__ __forceinline__ explicit LoraSide(const Params& params) : p_(params) {}
+
+  // Warp `warp` of `warps` that do this in every block. Those of all blocks begin with the first
+  // rows, which are needed first.
+  __device__ __forceinline__ void run(int warp, int warps) const {
+    const int blocks = blocks_of(p_.rows);
+    for (int block = static_cast<int>(gridDim.x) * warp + static_cast<int>(blockIdx.x);
+         block < blocks; block += static_cast<int>(gridDim.x) * warps) {
+      make_rows(block * kRowsOfWarp);
+      // (The copy engine reads t.)
+      fence_global_for_copies();
+      __syncwarp();
+      if (lane() == 0) add_release(&p_.counters[block / kWarpsOfTile], 1);
+    }
+  }
+
+  // Until t has the rows of a tile.
+  __device__ __forceinline__ void wait_for_rows(int first) const {
+    if (first >= p_.rows) return;
+    const int rows = min(kLoraProductRows, p_.rows - first);
+    const auto expected = static_cast<unsigned>(blocks_of(rows));
+    constexpr int kMostPolls = 1 << 24;  // 10 s
+    for (int polls = 0; load_acquire(&p_.counters[first / kLoraProductRows]) < expected; ++polls)
+      assert(polls < kMostPolls && "lora_product: the other blocks of this launch have stopped");
+    fence_global_for_copies();
+  }
+
+ private:
+  static constexpr int kRowsOfWarp = 16, kWarpsOfTile = kLoraProductRows / kRowsOfWarp;
+  static constexpr int kStep = 32;  // columns that a warp multiplies at a time
+
+  // Of a row, eight neighbours of the columns of a step. Two rows of x, eight apart, and two ranks.
+  struct Pieces {
+    uint4 x[2], down[2];
+  };
+
+  static __device__ __forceinline__ int blocks_of(int rows) {
+    return (rows + kRowsOfWarp - 1) / kRowsOfWarp;
+  }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+
+  __device__ __forceinline__ void make_rows(int first) const {
+    const int row = lane() / 4, own_column = lane() % 4 * 8;
+    // What would lie outside is read from the last row, or rank, and not stored.
+    const T *x[2], *down[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[i] = static_cast<const T*>(p_.x) + min(first + row + 8 * i, p_.rows - 1) * p_.x_stride +
+             own_column;
+      down[i] = static_cast<const T*>(p_.down) + min(row + 8 * i, p_.rank - 1) * p_.down_stride +
+                own_column;
+    }
+    auto load = [&](int column, Pieces& pieces) {
+      const bool is_inside = column + own_column < p_.columns;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        pieces.x[i] = pieces.down[i] = {0, 0, 0, 0};
+        if (is_inside) {
+          pieces.x[i] = *reinterpret_cast<const uint4*>(x[i] + column);
+          pieces.down[i] = *reinterpret_cast<const uint4*>(down[i] + column);
+        }
+      }
+    };
+    float sums[2][4] = {};
+    Pieces even, odd;
+    load(0, even);
+    for (int column = 0; column < p_.columns; column += 2 * kStep) {
+      load(column + kStep, odd);
+      multiply(even, sums);
+      load(column + 2 * kStep, even);
+      multiply(odd, sums);
+    }
+    store(first + row, sums);
+  }
+
+  // The order of k is another one than that of the columns, the same in both factors: a thread's
+  // eight neighbours are k 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of a first product, and of a second.
+  static __device__ __forceinline__ void multiply(const Pieces& pieces, float (&sums)[2][4]) {
+    const uint4 &upper = pieces.x[0], &lower = pieces.x[1];
+    const uint32_t a[2][4] = {{upper.x, lower.x, upper.y, lower.y},
+                              {upper.z, lower.z, upper.w, lower.w}};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t b[2][2] = {{pieces.down[i].x, pieces.down[i].y},
+                                {pieces.down[i].z, pieces.down[i].w}};
+      multiply_tiles<T>(sums[i], a[0], b[0]);
+      multiply_tiles<T>(sums[i], a[1], b[1]);
+    }
+  }
+
+  // Where there is no rank, infinity in x gives NaN.
+  __device__ __forceinline__ void store(int row, const float (&sums)[2][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 8 * i + lane() % 4 * 2;
+      if (column >= p_.pitch) break;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at_row = row + 8 * half;
+        float two[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          two[j] = column + j < p_.rank ? sums[i][2 * half + j] * p_.scale : 0.0f;
+        if (at_row < p_.rows)
+          *reinterpret_cast<uint32_t*>(static_cast<T*>(p_.t) + int64_t{at_row} * p_.pitch +
+                                       column) = pack_pair<T>(two[0], two[1]);
+      }
+    }
+  }
+
+  const Params& p_;
+};
+
+template <typename T>
+struct LoraProductKernelParams : GemmKernelParams<LinearActEpilogueParams> {
+  typename LoraSide<T>::Params side;
+};
+
+template <typename Gemm>
+__global__ void __launch_bounds__(kGemmThreads, 1) lora_product_kernel_sm90(
+    const __grid_constant__ LoraProductKernelParams<typename Gemm::Element> params) {
+#if defined(FUSEDCUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  run_gemm<Gemm, LinearActEpilogue<Gemm, /*kActivates=*/false>, LoraSide<typename Gemm::Element>>(
+      params.factors, params.tiles, params.epilogue, params.side);
+#else
+  __trap();
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------
+// Launcher
+// ------------------------------------------------------------------------------------------------
+
+namespace lora_product {
+
+// The tile of a layer without an activation (linear_act_config.h).
+template <typename T, bool kBKInner>
+using Gemm =
+    HopperGemm<T, kLoraProductRows / 2, linear_act::kColumnsTogether, false, 2, 4, true, kBKInner>;
+
+template <typename Gemm>
+cudaError_t run(const LoraProductParams& p, const GemmConfig& config, cudaStream_t stream) {
+  const LinearActParams& linear = p.linear;
+  LoraProductKernelParams<typename Gemm::Element> params;
+  params.tiles = gemm::make_tiles<Gemm>(linear.m, linear.n, linear.k, config);
+  params.tiles.extra_blocks = static_cast<int>(ceil_div(linear.extra_k, kGemmK));
+  GemmFactors& factors = params.factors;
+  cudaError_t status = gemm::describe_a<Gemm>(linear.a, linear.m, linear.k, &factors.a);
+  if (status == cudaSuccess)
+    status = gemm::describe_b<Gemm>(linear.b, linear.n, linear.k, &factors.b);
+  if (status == cudaSuccess)
+    status = gemm::describe_a<Gemm>(linear.extra_a, linear.m, linear.extra_k, &factors.extra_a);
+  if (status == cudaSuccess)
+    status = gemm::describe_b<Gemm>(linear.extra_b, linear.n, linear.extra_k, &factors.extra_b);
+  LinearActEpilogueParams& epilogue = params.epilogue;
+  if (status == cudaSuccess)
+    status = gemm::describe_stored(linear.output.data, linear.m, linear.n, linear.output.stride,
+                                   &epilogue.output);
+  if (status != cudaSuccess) return status;
+  epilogue.bias = linear.bias;
+  epilogue.m = static_cast<int>(linear.m);
+  epilogue.n = static_cast<int>(linear.n);
+  auto& side = params.side;
+  side.x = linear.a.data;
+  side.x_stride = linear.a.stride;
+  side.down = p.down.data;
+  side.down_stride = p.down.stride;
+  side.t = const_cast<void*>(linear.extra_a.data);
+  side.counters = p.counters;
+  side.rows = static_cast<int>(linear.m);
+  side.columns = static_cast<int>(linear.k);
+  side.rank = p.rank;
+  side.pitch = lora_pitch(p.rank);
+  side.scale = p.scale;
+  return gemm::start<Gemm>(lora_product_kernel_sm90<Gemm>, config, stream, params,
+                           /*cooperative=*/true);
+}
+
+template <typename T>
+cudaError_t run_type(const LoraProductParams& p, const GemmConfig& config, cudaStream_t stream) {
+  return p.linear.b.k_is_inner ? run<Gemm<T, true>>(p, config, stream)
+                               : run<Gemm<T, false>>(p, config, stream);
+}
+
+constexpr auto kAnyKernel = lora_product_kernel_sm90<Gemm<__nv_bfloat16, true>>;
+
+}  // namespace lora_product
+
+}  // namespace fusedcuda

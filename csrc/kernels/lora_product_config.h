@@ -1,0 +1,33 @@
+// Whether a linear layer and its adapter are one launch (lora_product.cuh), and how it is divided.
+// Pure host functions without CUDA calls.
+#pragma once
+
+#include <cstdint>
+
+#include "common/gemm_config.h"
+#include "linear_act_config.h"
+#include "lora.h"
+
+namespace fusedcuda {
+
+constexpr int kLoraProductRows = linear_act::kTileRows;  // that a counter stands for
+constexpr int kLoraProductMostRank = 16;                 // sums of a warp that makes t
+
+inline int64_t lora_product_counters(int64_t rows) { return ceil_div(rows, kLoraProductRows); }
+
+inline bool lora_product_can_run(const LoraProductParams& p, const DeviceTraits& device) {
+  return hopper_can_run(p.linear, device) && p.rank <= kLoraProductMostRank &&
+         p.linear.k % 8 == 0 && gemm::can_be_boxed(p.down.data, p.down.stride, p.linear.dtype);
+}
+
+inline GemmConfig choose_lora_product_config(const LoraProductParams& p,
+                                             const DeviceTraits& device) {
+  GemmConfig config;
+  config.group = gemm::group_for(p.linear.n * p.linear.k * size_of(p.linear.dtype));
+  config.tile_rows = linear_act::kTileRows;
+  config.tile_columns = linear_act::kColumnsTogether;
+  gemm::set_blocks(p.linear.m, p.linear.n, device, &config);
+  return config;
+}
+
+}  // namespace fusedcuda
