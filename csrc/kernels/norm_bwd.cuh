@@ -90,10 +90,10 @@ __device__ __forceinline__ void store_partials(const Pipeline& rows, Compute<T>*
   }
 }
 
-// The threads of a block of norm_bwd_kernel. Of LayerNorm's rows in phases two of 4097 columns fill
-// a block: half as many more threads than that would leave no room for a second one.
-constexpr int bwd_threads(RowAccess access, bool centered, bool clusters) {
-  const bool is_large = access == RowAccess::kPhased && centered && !clusters;
+// The threads of a block of norm_bwd_kernel. Of LayerNorm's rows in phases two of 4097 columns, 288
+// threads each, share a block, or two blocks of a cluster that hold half of 8193 share an SM.
+constexpr int bwd_threads(RowAccess access, bool centered) {
+  const bool is_large = access == RowAccess::kPhased && centered;
   return is_large ? kPhasedLayerNormBwdThreads : kRowThreads;
 }
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ void fill_with_zeros(C* values, int begin, int end) {
 // 128 registers: h, g and the sums of four vectors of 16-bit elements take 80. With the second sum
 // of LayerNorm, in rows that need so many vectors, dy is kept in place of g.
 template <typename T, int kItems, RowAccess kAccess, bool kCentered, bool kClusters>
-__global__ void __launch_bounds__(bwd_threads(kAccess, kCentered, kClusters), 1)
+__global__ void __launch_bounds__(bwd_threads(kAccess, kCentered), 1)
     norm_bwd_kernel(const __grid_constant__ NormBwdParams p, NormPartials partials, int stages,
                     int phases) {
   using C = Compute<T>;

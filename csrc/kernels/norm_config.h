@@ -14,7 +14,7 @@ constexpr int kNormItems = 4;
 constexpr int kLayerNormBwdItems = 2;
 // Of rows that do not fit so many in a cluster: 2190 us by the stream path (1024x262144).
 constexpr int kWideLayerNormBwdItems = 4;
-// Threads of LayerNorm's backward of rows in phases, with 112 registers each.
+// Threads of LayerNorm's backward of rows in phases, with 96 registers each.
 constexpr int kPhasedLayerNormBwdThreads = 576;
 // ... and of a block in the forward of rows in phases.
 constexpr int kPhasedThreads = 320;

@@ -88,6 +88,16 @@ def test_several_clusters(norm, op, dtype) -> None:
         assert config.partials == 2
 
 
+@pytest.mark.parametrize("with_dh", [False, True])
+def test_sums_of_layer_norm_in_the_widest_clusters(norm, with_dh) -> None:
+    """The backward keeps dy, not its product with the weight, for four vectors a thread."""
+    columns = 2 * 512 * 16 * 4 + 4
+    x, dy, dh = (rows_of(3, columns, torch.float32) for _ in range(3))
+    vectors = vectors_for("layer_norm", columns, torch.float32)
+    config = check_backward(norm, "layer_norm", dy, x, dh if with_dh else None, *vectors)
+    assert (config.path, config.items, config.cluster) == ("pipeline", 4, 16)
+
+
 # ---- Streams -------------------------------------------------------------------------------------
 
 
