@@ -150,7 +150,9 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
         case RowAccess::kAligned:
           return choose_items(std::integral_constant<RowAccess, RowAccess::kAligned>(), centered);
         case RowAccess::kPhased:
-          return choose_items(std::integral_constant<RowAccess, RowAccess::kPhased>(), centered);
+          if constexpr (decltype(centered)::value)
+            return choose_items(std::integral_constant<RowAccess, RowAccess::kPhased>(), centered);
+          return cudaErrorInvalidValue;  // never chosen
         default:
           return choose_items(std::integral_constant<RowAccess, RowAccess::kShifted>(), centered);
       }

@@ -153,7 +153,8 @@ def test_rows_in_phases(norm, op, dtype, gap) -> None:
             config = check_forward(norm, op, x, more, *vectors)
             assert (config.path, config.aligned, config.cluster) == ("pipeline", False, 1)
             config = check_backward(norm, op, dy, x, more, *vectors)
-            phases = vec // math.gcd(columns + gap, vec)
+            # RMSNorm's backward is faster without.
+            phases = vec // math.gcd(columns + gap, vec) if op == "layer_norm" else 1
             blocks = config.partials - phases + 1
             assert 1 <= blocks <= phases * -(-rows // phases)
 
