@@ -85,7 +85,7 @@ def _add_product(
     in_product: int,
 ) -> bool:
     """Returns whether the activation is left to do."""
-    in_one = path in ("fused", "extended")
+    in_one = path in cuda.IN_ONE_PRODUCT
     if in_one and _add_extended(parts, x, weight, bias, t, factor, y, in_product):
         return activation != in_product
     _add_linear_and_branch(parts, path, x, weight, bias, t, factor, y)
@@ -207,7 +207,7 @@ def _describe_backward(
     fits = cuda.can_be_fused(dz, lora_a.shape[0], seed, NONE)
     if not (fits and _add_fused(parts, dz, transposed, None, lora_b.T, factor.T, scale, t, rows)):
         _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
-        in_one = cuda.choose_path() in ("fused", "extended") and seed is None
+        in_one = cuda.choose_path() in cuda.IN_ONE_PRODUCT and seed is None
         if not (in_one and _add_extended(parts, dz, transposed, None, t, factor.T, rows, NONE)):
             _add_dx_and_branch(parts, dz, weight, t, factor, rows, seed)
     if weight.requires_grad:

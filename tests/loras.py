@@ -158,7 +158,7 @@ def path_of(layer: Layer, activation: str, device: str) -> str:
     if torch.device(device).type == "cpu":
         return "extended"
     path = _lora_cuda.choose_path()
-    if path not in ("fused", "extended"):
+    if path not in _lora_cuda.IN_ONE_PRODUCT:
         return path
     x, weight, bias, _, lora_b = (None if t is None else t.detach().to(device) for t in layer)
     t = x.new_zeros(as_matrix(x).shape[0], pitch_of(lora_b.shape[1]))

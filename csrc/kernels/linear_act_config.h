@@ -59,23 +59,31 @@ inline double estimate_tile(int64_t k, int columns) {
 
 }  // namespace linear_act
 
+namespace linear_act {
+
+inline GemmConfig forward_tiles(const LinearActParams& p, int columns) {
+  GemmConfig config;
+  config.group = gemm::group_for(p.n * p.k * size_of(p.dtype));
+  config.tile_rows = kTileRows;
+  config.tile_columns = columns;
+  return config;
+}
+
+}  // namespace linear_act
+
 inline GemmConfig choose_linear_act_config(const LinearActParams& params,
                                            const DeviceTraits& device) {
-  GemmConfig config;
-  config.group = gemm::group_for(params.n * params.k * size_of(params.dtype));
-  config.tile_rows = linear_act::kTileRows;
-  auto estimate = [&](int columns) {
-    config.tile_columns = columns;
+  const GemmConfig in_turns = linear_act::forward_tiles(params, linear_act::kColumnsInTurns);
+  const GemmConfig together = linear_act::forward_tiles(params, linear_act::kColumnsTogether);
+  auto estimate = [&](const GemmConfig& config) {
     const auto rounds = static_cast<double>(gemm::count_rounds(params.m, params.n, device, config));
-    return rounds * linear_act::estimate_tile(params.k, columns);
+    return rounds * linear_act::estimate_tile(params.k, config.tile_columns);
   };
   const bool is_plain =
       params.activation == Activation::kNone && params.saves == SavedForBackward::kNone;
-  const bool together =
-      is_plain && estimate(linear_act::kColumnsTogether) < estimate(linear_act::kColumnsInTurns);
-  config.tile_columns = together ? linear_act::kColumnsTogether : linear_act::kColumnsInTurns;
-  gemm::set_blocks(params.m, params.n, device, &config);
-  return config;
+  GemmConfig best = is_plain && estimate(together) < estimate(in_turns) ? together : in_turns;
+  gemm::set_blocks(params.m, params.n, device, &best);
+  return best;
 }
 
 inline bool hopper_can_run(const LinearActBwdParams& p, const DeviceTraits& device) {
@@ -119,8 +127,7 @@ inline double estimate_parts(int64_t m, int64_t n, const GemmConfig& config) {
 // How long a product m x n x k takes, in the same unit: rounds of tiles one behind the other.
 inline double estimate(int64_t m, int64_t n, int64_t k, const DeviceTraits& device,
                        const GemmConfig& config) {
-  const int64_t rounds =
-      ceil_div(gemm::count_tiles(m, n, config), gemm::resident_clusters(device, config));
+  const int64_t rounds = gemm::count_rounds(m, n, device, config);
   const int64_t blocks = ceil_div(ceil_div(k, kGemmK), config.splits);
   return static_cast<double>(rounds * blocks * config.tile_columns) + estimate_parts(m, n, config);
 }

@@ -10,7 +10,8 @@
 // 50 KB or more of them in flight on an SM, and warps multiply there with mma.sync. Up to 64 ranks
 // are one pass over x, more are one for each 64.
 //
-// Of many rows, and up to 16 ranks, t is made beside the product that needs it (lora_product.cuh).
+// For up to 16 ranks t can be made beside the product that needs it (lora_product.cuh): where that
+// path is forced, since it is slower.
 //
 // Dropout is a function of the seed and the place of an element (philox.cuh): 10 instructions an
 // element that hide behind the copies, and no mask in memory.

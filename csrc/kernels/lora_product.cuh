@@ -19,7 +19,7 @@
 #include "common/mma.cuh"
 #include "common/run_gemm.cuh"
 #include "common/tma.cuh"
-#include "linear_act_epilogue.cuh"
+#include "linear_act_forward.cuh"
 #include "lora.h"
 #include "lora_product_config.h"
 
@@ -175,33 +175,12 @@ __global__ void __launch_bounds__(kGemmThreads, 1) lora_product_kernel_sm90(
 
 namespace lora_product {
 
-// The tile of a layer without an activation (linear_act_config.h).
-template <typename T, bool kBKInner>
-using Gemm =
-    HopperGemm<T, kLoraProductRows / 2, linear_act::kColumnsTogether, false, 2, 4, true, kBKInner>;
-
 template <typename Gemm>
 cudaError_t run(const LoraProductParams& p, const GemmConfig& config, cudaStream_t stream) {
   const LinearActParams& linear = p.linear;
   LoraProductKernelParams<typename Gemm::Element> params;
-  params.tiles = gemm::make_tiles<Gemm>(linear.m, linear.n, linear.k, config);
-  params.tiles.extra_blocks = static_cast<int>(ceil_div(linear.extra_k, kGemmK));
-  GemmFactors& factors = params.factors;
-  cudaError_t status = gemm::describe_a<Gemm>(linear.a, linear.m, linear.k, &factors.a);
-  if (status == cudaSuccess)
-    status = gemm::describe_b<Gemm>(linear.b, linear.n, linear.k, &factors.b);
-  if (status == cudaSuccess)
-    status = gemm::describe_a<Gemm>(linear.extra_a, linear.m, linear.extra_k, &factors.extra_a);
-  if (status == cudaSuccess)
-    status = gemm::describe_b<Gemm>(linear.extra_b, linear.n, linear.extra_k, &factors.extra_b);
-  LinearActEpilogueParams& epilogue = params.epilogue;
-  if (status == cudaSuccess)
-    status = gemm::describe_stored(linear.output.data, linear.m, linear.n, linear.output.stride,
-                                   &epilogue.output);
+  const cudaError_t status = linear_act::describe_forward<Gemm>(linear, config, &params);
   if (status != cudaSuccess) return status;
-  epilogue.bias = linear.bias;
-  epilogue.m = static_cast<int>(linear.m);
-  epilogue.n = static_cast<int>(linear.n);
   auto& side = params.side;
   side.x = linear.a.data;
   side.x_stride = linear.a.stride;
@@ -220,12 +199,11 @@ cudaError_t run(const LoraProductParams& p, const GemmConfig& config, cudaStream
 
 template <typename T>
 cudaError_t run_type(const LoraProductParams& p, const GemmConfig& config, cudaStream_t stream) {
-  return p.linear.b.k_is_inner ? run<Gemm<T, true>>(p, config, stream)
-                               : run<Gemm<T, false>>(p, config, stream);
+  return p.linear.b.k_is_inner ? run<linear_act::TogetherGemm<T, true>>(p, config, stream)
+                               : run<linear_act::TogetherGemm<T, false>>(p, config, stream);
 }
 
-constexpr auto kAnyKernel = lora_product_kernel_sm90<Gemm<__nv_bfloat16, true>>;
+constexpr auto kAnyKernel = lora_product_kernel_sm90<linear_act::TogetherGemm<__nv_bfloat16, true>>;
 
 }  // namespace lora_product
-
 }  // namespace fusedcuda

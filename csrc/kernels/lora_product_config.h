@@ -22,10 +22,7 @@ inline bool lora_product_can_run(const LoraProductParams& p, const DeviceTraits&
 
 inline GemmConfig choose_lora_product_config(const LoraProductParams& p,
                                              const DeviceTraits& device) {
-  GemmConfig config;
-  config.group = gemm::group_for(p.linear.n * p.linear.k * size_of(p.linear.dtype));
-  config.tile_rows = linear_act::kTileRows;
-  config.tile_columns = linear_act::kColumnsTogether;
+  GemmConfig config = linear_act::forward_tiles(p.linear, linear_act::kColumnsTogether);
   gemm::set_blocks(p.linear.m, p.linear.n, device, &config);
   return config;
 }

@@ -123,7 +123,7 @@ cudaError_t backward(const NormBwdParams& p, const NormConfig& config, void* wor
       constexpr int kItems = decltype(items)::value;
       constexpr RowAccess kAccess = decltype(access)::value;
       constexpr bool kCentered = decltype(centered)::value;
-      if constexpr (kItems > 1) {
+      if constexpr (kItems > 1 && kAccess != RowAccess::kPhased) {
         if (row.cluster > 1) return start(norm_bwd_kernel<T, kItems, kAccess, kCentered, true>);
       }
       if constexpr (kCentered && kItems == kWideLayerNormBwdItems) {

@@ -115,6 +115,7 @@ def lora_linear_backward(
 #   apart: added to the finished product (two more passes over the output)
 #   residual: made first, and added where the product is rounded (one write, one read)
 PATHS = ("auto", "fused", "extended", "apart", "residual")
+IN_ONE_PRODUCT = ("fused", "extended")
 _path = PathChoice("lora_use", PATHS)
 use = _path.use
 
@@ -192,7 +193,7 @@ def _product(
     factor = padded(lora_b, t, dim=1)
     path = choose_path()
     in_product = NONE if saves else activation
-    if path in ("fused", "extended"):
+    if path in IN_ONE_PRODUCT:
         z = _ops.linear_act_extended.default(x, weight, bias, t, factor, in_product)
         if z and saves:
             return [_ops.bias_act.default(z[0], _ZERO, activation), z[0]]
@@ -223,7 +224,7 @@ def _product_dx(
 ) -> Tensor:
     """``dz @ weight + dropout(dt @ lora_a)``, in the shape of ``x``, which is not read."""
     factor = padded(lora_a, dt, dim=0)
-    if choose_path() in ("fused", "extended") and seed is None:
+    if choose_path() in IN_ONE_PRODUCT and seed is None:
         dx = _ops.linear_act_extended.default(dz, weight.T, None, dt, factor.T, NONE)
         if dx:
             return dx[0]
