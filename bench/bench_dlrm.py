@@ -1,7 +1,8 @@
 """dlrm family: `python -m bench.bench_dlrm [--quick] [--filter REGEX] [--out DIR]`.
 
 Interactions are batch x vectors x elements of the published models: 27 vectors of 16 (kaggle), 64
-(terabyte) and 128 (MLPerf) elements. The head is batch x inputs.
+(terabyte) and 128 (MLPerf) elements. With the lookup, all but one of them are rows of a table, that
+of the case study. The head is batch x inputs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from math import prod
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,6 +19,7 @@ from bench import cases, harness, plots
 from bench.cases import (
     MODES,
     Case,
+    Provider,
     Target,
     Tensors,
     Traffic,
@@ -31,12 +34,15 @@ from bench.cases import (
 )
 
 BF16 = torch.bfloat16
-BYTES_OF_FLOAT32 = 4
+BYTES_OF_FLOAT32, BYTES_OF_INT64 = 4, 8
+TABLE_ROWS = 260_000  # 10,000 for each of 26 features
 
 TARGETS: dict[str, tuple[Target, ...]] = {
     "dot_interaction 65536x27x128 bf16 forward": (faster("best", 1.0), faster("compile", 1.3)),
     "dot_interaction 65536x27x128 bf16 backward": (faster("best", 1.0), faster("compile", 1.3)),
     "dot_interaction 65536x27x16 bf16 forward": (faster("best", 1.0), faster("compile", 1.3)),
+    "embedding_interaction 65536x27x16 bf16 forward": (faster("best", 1.0),),
+    "embedding_interaction 65536x27x128 bf16 forward": (faster("best", 1.0),),
     "linear_sigmoid_bce 65536x256 bf16 forward": (faster("best", 1.0),),
     "linear_sigmoid_bce 65536x256 bf16 backward": (faster("best", 1.0),),
 }
@@ -93,6 +99,69 @@ def dot_interaction(batch: int, columns: int, mode: str, count: int = 27) -> Cas
             "fusedcuda": fusedcuda_op("dot_interaction"), **torch_providers(eager_interaction),
             "triton": triton_op("dlrm", "dot_interaction"),
         },
+    )  # fmt: skip
+
+
+# -- interaction of rows of a table ---------------------------------------------------------------
+
+
+def eager_lookup(dense: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return eager_interaction(dense, F.embedding(indices, weight))
+
+
+def apart(dense: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Torch's lookup, and the products in one kernel."""
+    import fusedcuda
+
+    return fusedcuda.dot_interaction(dense, F.embedding(indices, weight))
+
+
+def lookup_inputs(
+    batch: int, count: int, columns: int, rows: int = TABLE_ROWS
+) -> Callable[[torch.Generator], Tensors]:
+    draw = random([(batch, columns), (rows, columns)], BF16)
+
+    def indexed(generator: torch.Generator) -> Tensors:
+        shape, device = (batch, count - 1), generator.device
+        return *draw(generator), torch.randint(rows, shape, generator=generator, device=device)
+
+    return indexed
+
+
+def lookup_traffic(
+    batch: int, count: int, columns: int, mode: str, rows: int = TABLE_ROWS
+) -> Traffic:
+    """Rows of a table that is smaller than what is looked up count once.
+
+    Backward: the gradients of what was looked up are written, and read to be added up.
+    """
+    dense, table = (batch, columns), (rows, columns)
+    looked_up, row = (batch, count - 1, columns), (batch, width_of(count, columns))
+    indices = (batch, count - 1, BYTES_OF_INT64 // BF16.itemsize)
+    read = [dense, min(table, looked_up, key=prod), indices]
+    return for_mode(
+        mode,
+        forward=traffic(BF16, read=read, write=[row]),
+        backward=traffic(
+            BF16, read=[*read, row, looked_up, indices], write=[dense, looked_up, table]
+        ),
+    )
+
+
+def embedding_interaction(
+    batch: int, columns: int, mode: str, count: int = 27, rows: int = TABLE_ROWS
+) -> Case:
+    return new_case(
+        "embedding_interaction", "", (batch, count, columns), BF16, mode=mode,
+        traffic=lookup_traffic(batch, count, columns, mode, rows),
+        make_inputs=lookup_inputs(batch, count, columns, rows),
+        reference=eager_lookup,
+        providers={
+            "fusedcuda": fusedcuda_op("embedding_interaction"),
+            **torch_providers(eager_lookup),
+            "fusedcuda, apart": Provider(lambda: apart),
+        },
+        constants=1,
     )  # fmt: skip
 
 
@@ -154,10 +223,16 @@ def build_cases() -> list[Case]:
     return [
         *(dot_interaction(65536, 128, mode) for mode in MODES),
         *(dot_interaction(65536, 16, mode) for mode in MODES),
+        *(embedding_interaction(65536, 16, mode) for mode in MODES),
+        *(embedding_interaction(65536, 128, mode) for mode in MODES),
         *(linear_sigmoid_bce(65536, 256, mode) for mode in MODES),
         *host_cases(
             "dot_interaction", small, interaction_traffic(*small, "forward"),
             interaction_inputs(*small), eager_interaction,
+        ),
+        *host_cases(
+            "embedding_interaction", small, lookup_traffic(*small, "forward"),
+            lookup_inputs(*small), eager_lookup, constants=1,
         ),
         *host_cases(
             "linear_sigmoid_bce", (128, 256), head_traffic(128, 256, "forward"),

@@ -57,7 +57,7 @@ _BY_KERNEL = [
 # By the operator goes what has a name of no pattern, and all that runs on the CPU. Without the
 # namespace, underscores around it, and the words forward and backward at its end.
 _BY_OPERATOR = {
-    FUSED: {"dot_interaction", "linear_sigmoid_bce"},
+    FUSED: {"dot_interaction", "embedding_interaction", "linear_sigmoid_bce"},
     MATMUL: {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear_act", "linear_residual"},
     GATHER: {"embedding", "embedding_dense", "index_select", "index_add", "index", "index_put"},
     REDUCTION: {"sum", "mean", "binary_cross_entropy_with_logits"},

@@ -10,7 +10,7 @@ from ._tune import tune
 from ._version import __version__
 from .doctor import doctor
 from .ops.cross_entropy import cross_entropy
-from .ops.dlrm import dot_interaction, linear_sigmoid_bce
+from .ops.dlrm import dot_interaction, embedding_interaction, linear_sigmoid_bce
 from .ops.gated_mlp import gated_mlp
 from .ops.linear_act import linear_act, linear_act_fp8, linear_residual, mlp
 from .ops.linear_cross_entropy import linear_cross_entropy
@@ -41,6 +41,7 @@ __all__ = [
     "cross_entropy",
     "doctor",
     "dot_interaction",
+    "embedding_interaction",
     "explain",
     "gated_mlp",
     "jit",

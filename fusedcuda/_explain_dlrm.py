@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._explanation import Explainers, Explanation, ask, multiprocessors
 from .ops import dlrm
+from .ops._dlrm_lookup_reference import check_embedding_interaction
 from .ops._dlrm_reference import check_head, check_interaction
 from .ops._operands import compute_dtype
 
@@ -35,6 +36,47 @@ def _explain_interaction(arguments: dict[str, Any], backward: bool) -> Explanati
     plan["kernels"] = (not is_empty) + len(plan["copies"])
     lines = _describe_interaction(plan, dense, backward)
     return Explanation("dot_interaction", (plan,), moved, tuple(lines))
+
+
+def _explain_lookup(arguments: dict[str, Any], backward: bool) -> Explanation:
+    dense, weight, indices = (arguments[name] for name in ("dense", "weight", "indices"))
+    op = "embedding_interaction"
+    upper = dlrm.is_upper(arguments["order"], op)
+    width = dlrm.lookup_width(dense, weight, indices, arguments["pad"])
+    check_embedding_interaction(dense, weight, indices, upper, width)
+    how = (upper, width, backward, multiprocessors())
+    plan = ask(dlrm.FAMILY, dense, weight, indices, *how, plan=f"{op}_plan")
+    is_empty = plan["path"] == "empty"
+    looked_up = indices.numel() * dense.shape[1] * dense.element_size()
+    # Of a table that is smaller than that, each row counts once.
+    rows = 0 if is_empty else min(looked_up, _bytes_of(weight))
+    vectors = 0 if is_empty else _bytes_of(dense)
+    moved = vectors + rows + _bytes_of(indices) + dense.shape[0] * width * dense.element_size()
+    copied = {"dense": dense, "weight": weight}
+    moved += sum(2 * _bytes_of(copied[name]) for name in plan["copies"])
+    plan["kernels"] = (not is_empty) + len(plan["copies"])
+    lines = [*_describe_interaction(plan, dense, backward), *_describe_lookup(plan, indices)]
+    launches = [plan]
+    if backward:
+        # The gradients of dense and of the rows, which with the indices become that of the table.
+        moved += vectors + 2 * looked_up + _bytes_of(indices) + _bytes_of(weight)
+        launches.append(
+            {"op": "embedding_dense_backward", "path": "torch", "kernels": 1, "copies": []}
+        )
+        lines.append(
+            f"  gradient of weight: {indices.numel()} rows added up in an order that is fixed, by "
+            "torch, which sorts the indices (counted as 1 kernel)"
+        )
+    return Explanation(op, tuple(launches), moved, tuple(lines))
+
+
+def _describe_lookup(plan: dict[str, Any], indices: Tensor) -> list[str]:
+    if plan["path"] == "empty":
+        return []
+    when = "with each vector"
+    if plan["path"] == "tensor_cores" and plan["vec"] > 1:
+        when = "those of the next sample while this one is worked on"
+    return [f"    indices: {indices.dtype}, {when}"]
 
 
 def _bytes_of(tensor: Tensor) -> int:
@@ -112,5 +154,6 @@ def _explain_head(arguments: dict[str, Any], backward: bool) -> Explanation:
 
 EXPLAINERS: Explainers = {
     dlrm.dot_interaction: _explain_interaction,
+    dlrm.embedding_interaction: _explain_lookup,
     dlrm.linear_sigmoid_bce: _explain_head,
 }

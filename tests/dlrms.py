@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from reference import check_function
+from reference import assert_as_good_as_eager, check_function
 from torch import Tensor
 
 import fusedcuda
@@ -59,6 +59,69 @@ def check_interaction(
             "output 0": output.detach(), "dense": of_dense, "embeddings": of_embeddings,
         },
     )  # fmt: skip
+
+
+# ---- Interaction of rows of a table --------------------------------------------------------------
+
+
+def eager_lookup(dense: Tensor, weight: Tensor, indices: Tensor, **options: Any) -> Tensor:
+    return eager_interaction(dense, F.embedding(indices, weight), **options)
+
+
+def random_lookup(
+    batch: int, count: int, columns: int, *, rows: int = 50, dtype=torch.float32, device="cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense vectors, a table, and indices, many of which name the first of its rows."""
+    new = {"dtype": dtype, "device": device}
+    indices = torch.randint(rows, (batch, count - 1), device=device)
+    indices *= torch.rand(indices.shape, device=device) < 0.8
+    return torch.randn(batch, columns, **new), torch.randn(rows, columns, **new), indices
+
+
+def check_lookup(
+    dense: Tensor, weight: Tensor, indices: Tensor, grad: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Output and gradients by the rule of reference.py.
+
+    The gradient of what was looked up is rounded before it is added up, as torch's is. So it has to
+    be that of `dot_interaction`, which has tests of its own, and the sums are compared with its.
+    """
+    wide = [t.detach().double().abs().requires_grad_() for t in (dense, weight)]
+    output = eager_lookup(*wide, indices, **options)
+    if grad is None:
+        grad = torch.randn(output.shape, dtype=dense.dtype, device=dense.device)
+    (of_dense,) = torch.autograd.grad(output, wide[:1], grad.double().abs())
+    result = check_function(
+        "embedding_interaction",
+        lambda *tensors: fusedcuda.embedding_interaction(*tensors, indices, **options),
+        lambda *tensors: eager_lookup(*tensors, indices, **options),
+        {"dense": dense, "weight": weight},
+        wrt=["dense"],
+        grad_outputs=[grad],
+        magnitudes={"output 0": output.detach(), "dense": of_dense},
+    )
+
+    leaves = [t.detach().requires_grad_() for t in (dense, weight)]
+    again = fusedcuda.embedding_interaction(*leaves, indices, **options)
+    (of_weight,) = torch.autograd.grad(again, leaves[1:], grad)
+    looked_up = F.embedding(indices, weight).requires_grad_()
+    output = fusedcuda.dot_interaction(dense, looked_up, **options)
+    (of_rows,) = torch.autograd.grad(output, looked_up, grad)
+    check_table_gradient(of_weight, of_rows, indices)
+    return result
+
+
+def check_table_gradient(actual: Tensor, of_rows: Tensor, indices: Tensor) -> None:
+    """That it is the sum of the gradients of the rows."""
+    rows, columns = actual.shape
+    wide = of_rows.double().reshape(-1, columns)
+    expected, magnitude = wide.new_zeros(2, rows, columns)
+    expected.index_add_(0, indices.reshape(-1), wide)
+    magnitude.index_add_(0, indices.reshape(-1), wide.abs())
+    eager = torch.ops.aten.embedding_dense_backward(of_rows, indices, rows, -1, False)
+    computed = torch.float64 if actual.dtype == torch.float64 else torch.float32
+    name = "embedding_interaction gradient of weight"
+    assert_as_good_as_eager(name, actual, eager, expected, magnitude, computed)
 
 
 # ---- Head ----------------------------------------------------------------------------------------

@@ -12,9 +12,14 @@ def shifted(x: Tensor, elements: int) -> Tensor:
     return buffer[elements:].view(x.shape).copy_(x)
 
 
+def _nothing(x: Tensor) -> float:
+    """What lies between elements: whoever reads it is found out. As an index it is out of range."""
+    return torch.nan if x.is_floating_point() else -1
+
+
 def pitched(x: Tensor) -> Tensor:
     """The same values in the middle of rows that are two elements longer."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 2), torch.nan, dtype=x.dtype, device=x.device)
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 2), _nothing(x))
     wide[..., 1:-1] = x
     return wide[..., 1:-1]
 
@@ -26,7 +31,7 @@ def transposed(x: Tensor) -> Tensor:
 
 def spread(x: Tensor) -> Tensor:
     """The same values at every second element."""
-    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype, device=x.device)
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), _nothing(x))
     wide[..., ::2] = x
     return wide[..., ::2]
 

@@ -87,6 +87,7 @@ DLRM = [
     for case in (
         dlrm.dot_interaction(6, 16, mode),
         dlrm.dot_interaction(6, 24, mode, count=5),
+        dlrm.embedding_interaction(6, 16, mode, rows=40),
         dlrm.linear_sigmoid_bce(40, 24, mode),
     )
 ]
@@ -185,6 +186,13 @@ def test_other_bytes_of_rows():
     vectors, row = 2 * 6 * 27 * 16, 2 * 6 * 368
     assert dlrm.dot_interaction(6, 16, "forward").traffic.bytes == vectors + row
     assert dlrm.dot_interaction(6, 16, "backward").traffic.bytes == 2 * vectors + row
+    dense, looked_up, indices = 2 * 6 * 16, 2 * 6 * 26 * 16, 8 * 6 * 26
+    for rows, read in ((40, 2 * 40 * 16), (400, looked_up)):
+        lookup = partial(dlrm.embedding_interaction, 6, 16, rows=rows)
+        assert lookup("forward").traffic.bytes == dense + read + indices + row
+        kernel = 2 * dense + read + indices + row + looked_up
+        sums = looked_up + indices + 2 * rows * 16
+        assert lookup("backward").traffic.bytes == kernel + sums
     x, weight = 2 * 40 * 24, 2 * 24
     assert dlrm.linear_sigmoid_bce(40, 24, "forward").traffic.bytes == x + weight + 3 * 4 * 40
     assert dlrm.linear_sigmoid_bce(40, 24, "backward").traffic.bytes == 2 * (x + weight) + 4 * 40

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from dlrms import random_head, random_vectors
+from dlrms import random_head, random_lookup, random_vectors
 from refusals import refuses
 from torch import Tensor
 
@@ -19,6 +19,12 @@ def interact(device="cpu", **changes) -> Tensor:
     return fusedcuda.dot_interaction(**given)
 
 
+def look_up(device="cpu", **changes) -> Tensor:
+    dense, weight, indices = random_lookup(4, 3, 8, device=device)
+    given = {"dense": dense, "weight": weight, "indices": indices} | changes
+    return fusedcuda.embedding_interaction(**given)
+
+
 def head(device="cpu", **changes) -> Tensor:
     x, weight, bias, target = random_head(4, 8, device=device)
     given = {"x": x, "weight": weight, "bias": bias, "target": target} | changes
@@ -27,6 +33,7 @@ def head(device="cpu", **changes) -> Tensor:
 
 CALLS = [
     *(("dot_interaction", interact, name) for name in ("dense", "embeddings")),
+    *(("embedding_interaction", look_up, name) for name in ("dense", "weight", "indices")),
     *(("linear_sigmoid_bce", head, name) for name in ("x", "weight", "bias", "target")),
 ]
 
@@ -56,6 +63,9 @@ def test_unsupported_dtype(dtype, device):
         x = torch.ones((4, 8) if name == "dense" else (4, 2, 8), device=device).to(dtype)
         with refuses("dot_interaction", TypeError, f"{name} must be", str(dtype)):
             interact(device, **{name: x})
+    for name in ("dense", "weight"):
+        with refuses("embedding_interaction", TypeError, f"{name} must be", str(dtype)):
+            look_up(device, **{name: torch.ones(4, 8, device=device).to(dtype)})
     for name in ("x", "weight"):
         x = torch.ones((4, 8) if name == "x" else (1, 8), device=device).to(dtype)
         with refuses("linear_sigmoid_bce", TypeError, f"{name} must be", str(dtype)):
@@ -65,6 +75,8 @@ def test_unsupported_dtype(dtype, device):
 def test_dtypes_that_differ(device):
     with refuses("dot_interaction", TypeError, "embeddings", "float32", "float16"):
         interact(device, embeddings=torch.ones(4, 2, 8, device=device).half())
+    with refuses("embedding_interaction", TypeError, "weight", "float32", "float16"):
+        look_up(device, weight=torch.ones(50, 8, device=device).half())
     for name, shape in (("weight", (1, 8)), ("bias", (1,))):
         with refuses("linear_sigmoid_bce", TypeError, name, "float32", "float16"):
             head(device, **{name: torch.ones(shape, device=device).half()})
@@ -144,16 +156,76 @@ def test_elements_of_a_list():
         interact(embeddings=[dense, dense[:, :7]])
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float32], ids=str)
+def test_dtypes_of_indices(dtype, device):
+    indices = torch.ones(4, 2, dtype=dtype, device=device)
+    with refuses("embedding_interaction", TypeError, "indices must be an int64", str(dtype)):
+        look_up(device, indices=indices)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("dense", (8,)),
+        ("dense", (4, 9)),
+        ("dense", (3, 8)),
+        ("weight", (8,)),
+        ("weight", (50, 7)),
+        ("weight", (2, 50, 8)),
+        ("weight", (0, 8)),
+        ("indices", (4,)),
+        ("indices", (3, 2)),
+        ("indices", (4, 2, 1)),
+    ],
+    ids=str,
+)
+def test_shapes_of_lookups(name, shape, device):
+    dtype = torch.int64 if name == "indices" else torch.float32
+    with refuses("embedding_interaction", ValueError, name, str(shape)):
+        look_up(device, **{name: torch.ones(shape, dtype=dtype, device=device)})
+
+
+@pytest.mark.parametrize("wrong", [50, -1, 2**31, -(2**63)])
+def test_indices_that_are_no_rows_raise_on_the_cpu(wrong):
+    indices = torch.tensor([[0, 1], [2, 49], [3, wrong], [4, 5]])
+    message = ("indices must be in [0, 50)", f"got {wrong} at (2, 1)")
+    with refuses("embedding_interaction", IndexError, *message):
+        look_up(indices=indices)
+    with (
+        refuses("embedding_interaction", IndexError, *message),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        look_up(indices=indices)
+    dense, weight, _ = random_lookup(4, 3, 8)
+    grad, rows = torch.ones(4, 16), torch.ones(4, 2, 8)
+    with refuses("embedding_interaction_backward", IndexError, *message):
+        torch.ops.fusedcuda.embedding_interaction_backward(grad, dense, weight, indices, False, 3)
+    with refuses("embedding_dense_backward", IndexError, *message):
+        torch.ops.fusedcuda.embedding_dense_backward(rows, indices, 50)
+
+
+def test_too_many_indices_or_too_large_rows(device):
+    indices = torch.zeros(4, 64, dtype=torch.int64, device=device)
+    with refuses("embedding_interaction", ValueError, "64 vectors", "65"):
+        look_up(device, indices=indices)
+    look_up(device, indices=indices[:, :63])
+    for columns in (0, 257):
+        with refuses("embedding_interaction", ValueError, "1 to 256 elements", str(columns)):
+            fusedcuda.embedding_interaction(*random_lookup(2, 3, columns, device=device))
+
+
 @pytest.mark.parametrize("order", ["lower", None, 1])
 def test_order(order):
-    with refuses("dot_interaction", ValueError, "order", "tril, triu", repr(order)):
-        interact(order=order)
+    for op, call in (("dot_interaction", interact), ("embedding_interaction", look_up)):
+        with refuses(op, ValueError, "order", "tril, triu", repr(order)):
+            call(order=order)
 
 
 @pytest.mark.parametrize("pad", [0, -8, 129, 8.0, None])
 def test_pad(pad):
-    with refuses("dot_interaction", ValueError, "pad", "1 to 128", repr(pad)):
-        interact(pad=pad)
+    for op, call in (("dot_interaction", interact), ("embedding_interaction", look_up)):
+        with refuses(op, ValueError, "pad", "1 to 128", repr(pad)):
+            call(pad=pad)
 
 
 @pytest.mark.parametrize("reduction", ["average", None, 1])
@@ -179,8 +251,10 @@ def test_a_target_that_requires_a_gradient(device):
 def test_devices(op, call, name):
     """The meta device stands in for a second one. That of the first operand is the call's."""
     shapes = {"embeddings": (4, 2, 8), "weight": (1, 8), "bias": (1,), "target": (4,)}
+    shapes["indices"] = (4, 2)
+    dtype = torch.int64 if name == "indices" else torch.float32
     with refuses(op, ValueError, f"{name} must be on cpu", "meta"):
-        call(**{name: torch.ones(shapes[name], device="meta")})
+        call(**{name: torch.ones(shapes[name], dtype=dtype, device="meta")})
 
 
 @pytest.mark.gpu
@@ -188,10 +262,11 @@ def test_devices(op, call, name):
 def test_devices_with_a_gpu(op, call, name):
     shapes = {
         "dense": (4, 8), "embeddings": (4, 2, 8),
-        "x": (4, 8), "weight": (1, 8), "bias": (1,), "target": (4,),
+        "x": (4, 8), "weight": (1, 8), "bias": (1,), "target": (4,), "indices": (4, 2),
     }  # fmt: skip
+    dtype = torch.int64 if name == "indices" else torch.float32
     with refuses(op, ValueError, "cpu", "cuda:0"):
-        call("cuda", **{name: torch.ones(shapes[name])})
+        call("cuda", **{name: torch.ones(shapes[name], dtype=dtype)})
 
 
 def test_raw_operators_check_as_well(device):

@@ -117,6 +117,49 @@ def test_no_samples():
     assert interaction(*vectors(9, 32, 0))["path"] == "empty"
 
 
+# ---- Interaction of rows of a table --------------------------------------------------------------
+
+
+def lookup(
+    dense: Tensor, weight: Tensor, indices: Tensor, backward: bool = False
+) -> dict[str, Any]:
+    count = indices.shape[1] + 1
+    width = -(-(dense.shape[1] + count * (count - 1) // 2) // 8) * 8
+    plan = torch.ops.fusedcuda.embedding_interaction_plan
+    return json.loads(plan(dense, weight, indices, False, width, backward, H200_SMS))
+
+
+def rows_of_a_table(
+    count: int, columns: int, batch: int = 64, dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor, Tensor]:
+    indices = torch.zeros(batch, count - 1, dtype=torch.int64)
+    return torch.empty(batch, columns, dtype=dtype), torch.empty(9, columns, dtype=dtype), indices
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64], ids=str)
+def test_a_lookup_is_launched_as_the_interaction_of_what_it_gives(dtype, backward):
+    for count, columns in ((27, 128), (27, 16), (64, 256), (5, 13), (1, 8)):
+        for batch in (0, 7, 65536):
+            plan = lookup(*rows_of_a_table(count, columns, batch, dtype), backward=backward)
+            expected = interaction(*vectors(count, columns, batch, dtype), backward=backward)
+            suffix = "_backward" if backward else ""
+            assert plan.pop("op") == f"embedding_interaction{suffix}"
+            assert expected.pop("op") == f"dot_interaction{suffix}"
+            assert plan == expected
+
+
+def test_a_table_that_is_not_aligned_goes_element_by_element():
+    dense, weight, indices = rows_of_a_table(9, 32)
+    assert lookup(dense, weight, indices)["vec"] == 8
+    for change in (pitched, lambda x: shifted(x, 1)):
+        assert lookup(change(dense), weight, indices)["vec"] == 1
+        assert lookup(dense, change(weight), indices)["vec"] == 1
+        assert lookup(dense, weight, change(indices))["vec"] == 8
+    assert lookup(dense, spread(weight), indices)["copies"] == ["weight"]
+    assert lookup(dense, weight, spread(indices))["copies"] == []
+
+
 # ---- Head ----------------------------------------------------------------------------------------
 
 
@@ -184,6 +227,20 @@ def test_the_binding_names_what_is_wrong():
     ):
         with pytest.raises(RuntimeError, match=rf"^dot_interaction: {name} "):
             interaction(*given)
+    dense, table, indices = rows_of_a_table(4, 8)
+    for name, given in (
+        ("dense", (dense.long(), table, indices)),
+        ("weight", (dense, table.half(), indices)),
+        ("weight", (dense, table[:, :7], indices)),
+        ("weight", (dense, table[:0], indices)),
+        ("weight", (dense, table.to("meta"), indices)),
+        ("indices", (dense, table, indices.short())),
+        ("indices", (dense, table, indices[:3])),
+        ("indices", (dense, table, indices.to("meta"))),
+        ("there may be", (dense, table, indices[:, :1].expand(64, 64))),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^embedding_interaction: {name} "):
+            lookup(*given)
     x, weight = rows(4, 8)
     for name, given in (
         ("x", (x.long(), weight)),

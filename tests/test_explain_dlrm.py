@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from dlrms import random_head, random_vectors
+from dlrms import random_head, random_lookup, random_vectors
 from layouts import shifted, spread
 
-from fusedcuda import dot_interaction, explain, linear_sigmoid_bce
+from fusedcuda import dot_interaction, embedding_interaction, explain, linear_sigmoid_bce
 
 BF16 = torch.bfloat16
 
@@ -52,6 +52,38 @@ def test_copies_count():
         assert copied.bytes_moved == plain.bytes_moved + 2 * embeddings.nbytes
 
 
+@pytest.mark.parametrize("rows", [100, 100_000])
+def test_lookup_moves_the_rows_or_the_table(rows):
+    dense, weight, indices = random_lookup(64, 27, 128, rows=rows, dtype=BF16)
+    looked_up, row = 64 * 26 * 128 * 2, 64 * 480 * 2
+    read = dense.nbytes + min(looked_up, weight.nbytes) + indices.nbytes
+    forward = explain(embedding_interaction, dense, weight, indices)
+    assert (forward.function, forward.kernels) == ("embedding_interaction", 1)
+    assert forward.bytes_moved == read + row
+    assert "indices: torch.int64, those of the next sample while" in str(forward)
+    backward = explain(embedding_interaction, dense, weight, indices, backward=True)
+    # The gradients of dense and of the rows, then these and the indices to that of the table.
+    summed = looked_up + indices.nbytes + weight.nbytes
+    assert backward.bytes_moved == read + row + dense.nbytes + looked_up + summed
+    assert "gradient of weight: 1664 rows added up in an order that is fixed" in str(backward)
+    assert [launch["path"] for launch in backward.launches] == ["tensor_cores", "torch"]
+
+
+def test_why_a_lookup_is_not_at_its_fastest():
+    dense, weight, indices = random_lookup(8, 4, 16, dtype=BF16)
+    for given, why in (
+        ((dense, shifted(weight, 1), indices), "vectors: element by element: a tensor, or its"),
+        ((dense, shifted(weight, 1), indices), "indices: torch.int64, with each vector"),
+        ((dense, spread(weight), indices), "weight: copied first"),
+        ((dense.float(), weight.float(), indices.int()), "indices: torch.int32, with each vector"),
+    ):
+        assert why in str(explain(embedding_interaction, *given))
+    copied = explain(embedding_interaction, dense, spread(weight), indices)
+    plain = explain(embedding_interaction, dense, weight, indices)
+    assert copied.kernels == plain.kernels + 1
+    assert copied.bytes_moved == plain.bytes_moved + 2 * weight.nbytes
+
+
 def test_head():
     x, weight, bias, target = random_head(1000, 256, dtype=BF16)
     forward = explain(linear_sigmoid_bce, x, weight, bias, target)
@@ -89,9 +121,12 @@ def test_a_target_that_is_converted_is_a_copy():
 
 
 def test_nothing_to_do():
-    explanation = explain(dot_interaction, *random_vectors(0, 4, 16))
-    assert (explanation.plan["path"], explanation.kernels) == ("empty", 0)
-    assert explanation.bytes_moved == 0
+    for explanation in (
+        explain(dot_interaction, *random_vectors(0, 4, 16)),
+        explain(embedding_interaction, *random_lookup(0, 4, 16)),
+    ):
+        assert (explanation.plan["path"], explanation.kernels) == ("empty", 0)
+        assert explanation.bytes_moved == 0
 
 
 def test_what_the_call_refuses_explain_refuses():
@@ -102,6 +137,8 @@ def test_what_the_call_refuses_explain_refuses():
         (dot_interaction, (dense, embeddings.half()), {}, "^dot_interaction: embeddings"),
         (dot_interaction, (dense, embeddings), {"order": "x"}, "^dot_interaction: order"),
         (dot_interaction, (dense, embeddings), {"pad": 0}, "^dot_interaction: pad"),
+        (embedding_interaction, (dense, dense), {}, "^explain: embedding_interaction: missing"),
+        (embedding_interaction, (dense, dense, dense), {}, "^embedding_interaction: indices"),
         (linear_sigmoid_bce, (x, weight, bias), {}, "^explain: linear_sigmoid_bce: missing"),
         (linear_sigmoid_bce, (x, weight[:, :3], bias, target), {}, "^linear_sigmoid_bce: weight"),
         (linear_sigmoid_bce, (x, weight, bias, target), {"reduction": "x"}, "reduction"),

@@ -295,7 +295,7 @@ def kernels_launched(function: Callable[[], Any]) -> int:
 
 
 def test_all_other_ops_are_in_three_tables() -> None:
-    names = r"linear\w+|mlp|gated\w+|dot\w+|lora\w+"
+    names = r"linear\w+|mlp|gated\w+|dot\w+|embedding\w+|lora\w+"
     products = set(re.findall(rf"^\| `({names})\(", README, re.MULTILINE))
     public = {name for name in fusedcuda.__all__ if inspect.isfunction(getattr(fusedcuda, name))}
     tools = {"doctor", "explain", "jit", "kernel_source", "load", "report", "tune"}

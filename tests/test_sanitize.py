@@ -11,7 +11,7 @@ dies of them: it is for the tests that are not marked `cublas`.
 
 import pytest
 import torch
-from sanitizing import check, every_dtype, every_row, new
+from sanitizing import check, every_dtype, every_row, new, on_both
 from torch import Tensor
 
 import fusedcuda
@@ -200,6 +200,29 @@ def test_dot_interaction(shape, dtype):
     )
     check(fusedcuda.dot_interaction, dense / 8, embeddings / 8)
     check(lambda d, e: fusedcuda.dot_interaction(d, e, order="triu", pad=1), dense, embeddings / 8)
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("shape", [(27, 128), (27, 16), (5, 13), (40, 72), (64, 256)], ids=str)
+def test_embedding_interaction(shape, dtype):
+    """Indices up to both ends of the table. Its gradient is torch's kernels: only ours are run."""
+    count, columns = shape
+    batch = 10_001 if columns == 16 else 37
+    width = columns + count * (count - 1) // 2
+    dense, weight = (new(n, columns, dtype=dtype) / 8 for n in (batch, 101))
+    grad = new(batch, width, dtype=dtype)
+    ends = torch.arange(batch * (count - 1)).view(batch, count - 1) % 101
+    raw = torch.ops.fusedcuda
+    for indices in (ends.cuda(), ends.int().cuda()):
+        on_both(raw.embedding_interaction, dense, weight, indices, False, width)
+        for mask, shape_of_gradient in ((1, dense.shape), (2, (*indices.shape, columns))):
+
+            def gradient(*given: object, mask: int = mask) -> Tensor:
+                (result,) = raw.embedding_interaction_backward(*given, False, mask)
+                return result
+
+            assert on_both(gradient, grad, dense, weight, indices).shape == shape_of_gradient
 
 
 @pytest.mark.gpu

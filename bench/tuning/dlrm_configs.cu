@@ -37,14 +37,14 @@ struct Contender {
 
 template <int kTiles, int kStages>
 cudaError_t run(const DotParams& p, const DotConfig& config) {
-  return dlrm::launch_dot(dot_interaction_kernel<T, kTiles, kStages, true>, config, nullptr, p,
-                          dlrm::steps_of(p, p.width, config), config.aligned_row);
+  return dlrm::launch_dot(dot_interaction_kernel<T, kTiles, kStages, false, true>, config, nullptr,
+                          p, dlrm::steps_of(p, p.width, config), config.aligned_row);
 }
 
 template <int kTiles, int kStages>
 cudaError_t run(const DotBwdParams& p, const DotConfig& config) {
-  return dlrm::launch_dot(dot_interaction_bwd_kernel<T, kTiles, kStages, true>, config, nullptr, p,
-                          dlrm::steps_of(p, p.grad_stride, config), config.aligned_row);
+  return dlrm::launch_dot(dot_interaction_bwd_kernel<T, kTiles, kStages, false, true>, config,
+                          nullptr, p, dlrm::steps_of(p, p.grad_stride, config), config.aligned_row);
 }
 
 template <int kTiles, typename Params>

@@ -3,12 +3,12 @@
 #include "../kernels/dlrm.h"
 
 #include <cmath>
-#include <cstdio>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "../kernels/dlrm_config.h"
+#include "dlrm_interaction.h"
 #include "row_call.h"
 
 namespace fusedcuda {
@@ -24,210 +24,92 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-std::string shape_of(const View& view) { return shape_string(view.sizes, view.dim); }
-
 // --- Interaction
 
-const char* name_of(DotPath path) {
-  switch (path) {
-    case DotPath::kEmpty:
-      return "empty";
-    case DotPath::kTensorCores:
-      return "tensor_cores";
-    default:
-      return "threads";
-  }
-}
-
-// Checks of the operands, and the parameters that a launch takes.
-class DotCall {
- public:
-  DotCall(const char* op, const Tensor& dense, const Tensor& embeddings, bool upper)
-      : op_(op), dense_(dense) {
-    const View vectors(embeddings);
-    if (!dtype_of(dense_))
-      fail(op, ": dense must be a float64, float32, float16 or bfloat16 tensor");
-    if (vectors.dtype != dense_.dtype) fail(op, ": embeddings must have dense's dtype");
-    check_device("embeddings", vectors);
-    if (dense_.dim != 2) fail(op, ": dense must have shape (B, E); got ", shape_of(dense_));
-    const int64_t batch = dense_.sizes[0], columns = dense_.sizes[1];
-    if (vectors.dim != 3 || vectors.sizes[0] != batch || vectors.sizes[2] != columns) {
-      fail(op, ": embeddings must have shape (", batch, ", F - 1, ", columns, "); got ",
-           shape_of(vectors));
-    }
-    if (columns < 1 || columns > kMaxDotColumns)
-      fail(op, ": vectors must have 1 to ", kMaxDotColumns, " elements; got ", columns);
-    if (vectors.sizes[1] >= kMaxDotVectors) {
-      fail(op, ": there may be ", kMaxDotVectors, " vectors, dense included; got ",
-           vectors.sizes[1] + 1);
-    }
-    params_.dtype = *dtype_of(dense_);
-    params_.batch = batch;
-    params_.vectors = static_cast<int>(vectors.sizes[1]) + 1;
-    params_.columns = static_cast<int>(columns);
-    params_.upper = upper;
-    const View read_dense = with_neighbours("dense", dense);
-    params_.dense = read_dense.data;
-    params_.dense_stride = stride_of(read_dense, 0);
-    const View read_vectors = with_neighbours("embeddings", embeddings);
-    params_.embeddings = read_vectors.data;
-    params_.sample_stride = stride_of(read_vectors, 0);
-    params_.vector_stride = stride_of(read_vectors, 1);
-  }
-
-  void set_width(const char* name, int64_t width) {
-    const int64_t least = params_.columns + params_.vectors * (params_.vectors - 1) / 2;
-    if (width < least || width >= least + kMaxDotPadding) {
-      fail(op_, ": ", name, " must be ", least, " to ", least + kMaxDotPadding - 1, ": ",
-           params_.columns, " elements, the products of ", params_.vectors,
-           " vectors, and padding; got ", width);
-    }
-    params_.width = static_cast<int>(width);
-  }
-
-  // The incoming gradient, whose rows are as wide as those of the output.
-  void set_grad(const Tensor& grad, DotBwdParams* params) {
-    const View view(grad);
-    if (view.dtype != dense_.dtype) fail(op_, ": grad must have dense's dtype");
-    check_device("grad", view);
-    if (view.dim != 2 || view.sizes[0] != params_.batch)
-      fail(op_, ": grad must have shape (", params_.batch, ", width); got ", shape_of(view));
-    set_width("the width of grad", view.sizes[1]);
-    params->width = params_.width;
-    const View read = with_neighbours("grad", grad);
-    params->grad = read.data;
-    params->grad_stride = stride_of(read, 0);
-  }
-
-  template <typename Params>
-  Params parameters() const {
-    Params params;
-    static_cast<DotVectors&>(params) = params_;
-    return params;
-  }
-
-  Tensor allocate_output() const { return allocate({params_.batch, params_.width}); }
-  // Of dense, and of embeddings.
-  std::vector<Tensor> allocate_gradients() const {
-    return {allocate({params_.batch, params_.columns}),
-            allocate({params_.batch, params_.vectors - 1, params_.columns})};
-  }
-
-  int32_t device_index() const { return dense_.device_index; }
-
-  std::string describe(const DotConfig& config) const {
-    auto quoted = [&](int64_t i) { return concat("\"", copies_[i].name, "\""); };
-    const int vec = config.aligned ? kVectorBytes / size_of(params_.dtype) : 1;
-    return concat("{\"op\": \"", op_, "\", \"path\": \"", name_of(config.path),
-                  "\", \"vec\": ", vec,
-                  ", \"row_vec\": ", config.aligned_row ? kVectorBytes / size_of(params_.dtype) : 1,
-                  ", \"tiles\": ", config.tiles, ", \"stages\": ", config.stages,
-                  ", \"threads\": ", config.threads, ", \"blocks\": ", config.blocks,
-                  ", \"shared_bytes\": ", config.shared_bytes, ", \"vectors\": ", params_.vectors,
-                  ", \"columns\": ", params_.columns, ", \"width\": ", params_.width,
-                  ", \"copies\": [", join(copies_.size(), quoted), "]}");
-  }
-
-  void print(const DotConfig& config) const {
-    static const bool enabled = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (enabled) std::fprintf(stderr, "fusedcuda: %s\n", describe(config).c_str());
-  }
-
- private:
-  struct Copy {
-    const char* name;  // of the argument
-    Tensor tensor;     // kept until the launch
-  };
-
-  Tensor allocate(std::initializer_list<int64_t> sizes) const {
-    return empty_contiguous(sizes.begin(), static_cast<int64_t>(sizes.size()), dense_.dtype,
-                            dense_.device_type, dense_.device_index);
-  }
-
-  void check_device(const char* name, const View& view) const {
-    if (view.device_type != dense_.device_type || view.device_index != dense_.device_index)
-      fail(op_, ": ", name, " is on another device than dense");
-  }
-
-  // Of one element the stride says nothing, and would only look unaligned.
-  static int64_t stride_of(const View& view, int d) {
-    return view.sizes[d] > 1 ? view.strides[d] : 0;
-  }
-
-  // The tensor, or a copy of it, whose last dimension has neighbours in memory.
-  View with_neighbours(const char* name, const Tensor& tensor) {
-    const View view(tensor);
-    if (view.sizes[view.dim - 1] == 1 || view.strides[view.dim - 1] == 1) return view;
-    return View(copies_.emplace_back(Copy{name, torch::stable::contiguous(tensor)}).tensor);
-  }
-
-  const char* op_;
-  View dense_;
-  DotVectors params_;
-  std::vector<Copy> copies_;
-};
-
-DotParams forward_params(const DotCall& call, const Tensor& output) {
-  auto params = call.parameters<DotParams>();
-  params.output = View(output).data;
-  return params;
-}
-
-DotBwdParams backward_params(DotCall* call, const Tensor& grad,
-                             const std::vector<Tensor>& gradients) {
-  auto params = call->parameters<DotBwdParams>();
-  call->set_grad(grad, &params);
-  params.dense_grad = View(gradients[0]).data;
-  params.embeddings_grad = View(gradients[1]).data;
-  return params;
-}
-
-Tensor dot_interaction(const Tensor& dense, const Tensor& embeddings, bool upper, int64_t width) {
-  const char* op = "dot_interaction";
-  DotCall call(op, dense, embeddings, upper);
-  call.set_width("width", width);
-  Tensor output = call.allocate_output();
-  const DotParams params = forward_params(call, output);
+Tensor interact(DotCall* call, int64_t width) {
+  call->set_width("width", width);
+  Tensor output = call->allocate_output();
+  const DotParams params = call->forward_params(output);
   if (params.batch == 0) return output;
-  const int32_t device = call.device_index();
+  const int32_t device = call->device_index();
   DeviceScope scope(device);
   const DotConfig config =
       choose_dot_interaction_config(params, device_traits<dlrm_device_traits>(device));
-  call.print(config);
-  throw_on_error(launch_dot_interaction(params, config, current_stream(device)), op);
+  call->print(config);
+  throw_on_error(launch_dot_interaction(params, config, current_stream(device)), call->op());
   return output;
+}
+
+// The gradients in the mask.
+std::vector<Tensor> interact_backward(DotCall* call, const Tensor& grad, int64_t mask) {
+  std::vector<Tensor> gradients;
+  const DotBwdParams params = call->backward_params(grad, mask, &gradients);
+  if (params.batch == 0 || mask == 0) return gradients;
+  const int32_t device = call->device_index();
+  DeviceScope scope(device);
+  const DotConfig config =
+      choose_dot_interaction_bwd_config(params, device_traits<dlrm_device_traits>(device));
+  call->print(config);
+  throw_on_error(launch_dot_interaction_bwd(params, config, current_stream(device)), call->op());
+  return gradients;
+}
+
+// What either of them would launch, as JSON. The operands may be CPU tensors, which stand for CUDA
+// tensors of that layout; of what is allocated here only the layout matters. Backward: with a
+// gradient laid out like the output.
+std::string interaction_plan(DotCall* call, int64_t width, bool is_backward, int64_t num_sms) {
+  const DeviceTraits device = planned_device<dlrm_device_traits>(num_sms);
+  call->set_width("width", width);
+  const Tensor output = call->allocate_output();
+  if (!is_backward)
+    return call->describe(choose_dot_interaction_config(call->forward_params(output), device));
+  std::vector<Tensor> gradients;
+  const DotBwdParams params = call->backward_params(output, kAllDotGradients, &gradients);
+  return call->describe(choose_dot_interaction_bwd_config(params, device));
+}
+
+const char* interaction_name(bool is_backward) {
+  return is_backward ? "dot_interaction_backward" : "dot_interaction";
+}
+const char* lookup_name(bool is_backward) {
+  return is_backward ? "embedding_interaction_backward" : "embedding_interaction";
+}
+
+Tensor dot_interaction(const Tensor& dense, const Tensor& embeddings, bool upper, int64_t width) {
+  DotCall call(interaction_name(false), dense, embeddings, upper);
+  return interact(&call, width);
 }
 
 std::vector<Tensor> dot_interaction_backward(const Tensor& grad, const Tensor& dense,
                                              const Tensor& embeddings, bool upper) {
-  const char* op = "dot_interaction_backward";
-  DotCall call(op, dense, embeddings, upper);
-  std::vector<Tensor> gradients = call.allocate_gradients();
-  const DotBwdParams params = backward_params(&call, grad, gradients);
-  if (params.batch == 0) return gradients;
-  const int32_t device = call.device_index();
-  DeviceScope scope(device);
-  const DotConfig config =
-      choose_dot_interaction_bwd_config(params, device_traits<dlrm_device_traits>(device));
-  call.print(config);
-  throw_on_error(launch_dot_interaction_bwd(params, config, current_stream(device)), op);
-  return gradients;
+  DotCall call(interaction_name(true), dense, embeddings, upper);
+  return interact_backward(&call, grad, kAllDotGradients);
 }
 
-// What dot_interaction, or its backward with a gradient laid out like the output, would launch, as
-// JSON. The operands may be CPU tensors, which stand for CUDA tensors of that layout; of what is
-// allocated here only the layout matters.
 std::string dot_interaction_plan(const Tensor& dense, const Tensor& embeddings, bool upper,
                                  int64_t width, bool is_backward, int64_t num_sms) {
-  const DeviceTraits device = planned_device<dlrm_device_traits>(num_sms);
-  DotCall call(is_backward ? "dot_interaction_backward" : "dot_interaction", dense, embeddings,
-               upper);
-  call.set_width("width", width);
-  const Tensor output = call.allocate_output();
-  if (!is_backward)
-    return call.describe(choose_dot_interaction_config(forward_params(call, output), device));
-  const DotBwdParams params = backward_params(&call, output, call.allocate_gradients());
-  return call.describe(choose_dot_interaction_bwd_config(params, device));
+  DotCall call(interaction_name(is_backward), dense, embeddings, upper);
+  return interaction_plan(&call, width, is_backward, num_sms);
+}
+
+Tensor embedding_interaction(const Tensor& dense, const Tensor& weight, const Tensor& indices,
+                             bool upper, int64_t width) {
+  DotCall call(lookup_name(false), dense, weight, indices, upper);
+  return interact(&call, width);
+}
+
+std::vector<Tensor> embedding_interaction_backward(const Tensor& grad, const Tensor& dense,
+                                                   const Tensor& weight, const Tensor& indices,
+                                                   bool upper, int64_t mask) {
+  DotCall call(lookup_name(true), dense, weight, indices, upper);
+  return interact_backward(&call, grad, mask);
+}
+
+std::string embedding_interaction_plan(const Tensor& dense, const Tensor& weight,
+                                       const Tensor& indices, bool upper, int64_t width,
+                                       bool is_backward, int64_t num_sms) {
+  DotCall call(lookup_name(is_backward), dense, weight, indices, upper);
+  return interaction_plan(&call, width, is_backward, num_sms);
 }
 
 // --- Head
@@ -370,7 +252,7 @@ std::vector<Tensor> linear_sigmoid_bce_backward(const Tensor& grad_loss, const T
 }
 
 // What the forward would launch, or with a mask of gradients the backward, as JSON; see
-// dot_interaction_plan.
+// interaction_plan.
 std::string linear_sigmoid_bce_plan(const Tensor& x, const Tensor& weight, int64_t reduction,
                                     int64_t mask, int64_t num_sms) {
   const DeviceTraits device = planned_device<dlrm_device_traits>(num_sms);
@@ -388,12 +270,15 @@ std::string linear_sigmoid_bce_plan(const Tensor& x, const Tensor& weight, int64
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("dot_interaction", TORCH_BOX(&dot_interaction));
   m.impl("dot_interaction_backward", TORCH_BOX(&dot_interaction_backward));
+  m.impl("embedding_interaction", TORCH_BOX(&embedding_interaction));
+  m.impl("embedding_interaction_backward", TORCH_BOX(&embedding_interaction_backward));
   m.impl("linear_sigmoid_bce_forward", TORCH_BOX(&linear_sigmoid_bce_forward));
   m.impl("linear_sigmoid_bce_backward", TORCH_BOX(&linear_sigmoid_bce_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
   m.impl("dot_interaction_plan", TORCH_BOX(&dot_interaction_plan));
+  m.impl("embedding_interaction_plan", TORCH_BOX(&embedding_interaction_plan));
   m.impl("linear_sigmoid_bce_plan", TORCH_BOX(&linear_sigmoid_bce_plan));
 }
 

@@ -5,7 +5,10 @@
 // 128 elements of 2 bytes: 6912 bytes in, 960 out), backward vectors and incoming row are read and
 // the gradients written once. The products themselves are small: tensor cores do them on the way.
 // - dlrm_interaction.cuh: 16-bit types, a warp a sample, many warps at a time;
-// - dlrm_interaction_threads.cuh: float32 and float64, a block a sample.
+// - dlrm_interaction_threads.cuh: float32 and float64, a block a sample;
+// - dlrm_lookup.cuh: vectors that are rows of a table, which either kernel reads where they are: of
+//   27 x 16 a read of what was looked up and its write before that, 2 x 832 bytes a sample, become
+//   the rows and 208 bytes of indices.
 //
 // Head: a linear layer of one output with sigmoid and binary cross-entropy (dlrm_head.cuh). x is
 // read once forward, and once backward, where its gradient is written.
@@ -39,14 +42,20 @@ cudaError_t launch_dot(void (*kernel)(Params...), const DotConfig& config, cudaS
                 stream, args...);
 }
 
-// f(tiles, aligned), two integral constants: the kernels that dlrm_config.h chooses from.
+// f(tiles), f(lookup, aligned), integral constants: the kernels that dlrm_config.h chooses from.
 template <typename F>
-cudaError_t with_shape(const DotConfig& config, F f) {
-  constexpr std::integral_constant<int, kFewDotTiles> few;
-  constexpr std::integral_constant<int, kManyDotTiles> many;
-  if (config.tiles == many)
-    return config.aligned ? f(many, std::true_type()) : f(many, std::false_type());
-  return config.aligned ? f(few, std::true_type()) : f(few, std::false_type());
+cudaError_t with_tiles(const DotConfig& config, F f) {
+  if (config.tiles == kManyDotTiles) return f(std::integral_constant<int, kManyDotTiles>());
+  return f(std::integral_constant<int, kFewDotTiles>());
+}
+template <typename F>
+cudaError_t with_loader(const DotVectors& p, const DotConfig& config, F f) {
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  // Of no vectors beside the dense one there are no indices either.
+  if (p.lookup.indices != nullptr && p.vectors > 1)
+    return config.aligned ? f(yes, yes) : f(yes, no);
+  return config.aligned ? f(no, yes) : f(no, no);
 }
 
 DotSteps steps_of(const DotVectors& p, int64_t row_stride, const DotConfig& config) {
@@ -57,28 +66,35 @@ DotSteps steps_of(const DotVectors& p, int64_t row_stride, const DotConfig& conf
 template <typename T>
 cudaError_t interact(const DotParams& p, const DotConfig& config, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    return with_shape(config, [&](auto tiles, auto aligned) {
-      return launch_dot(dot_interaction_kernel<T, tiles(), kDotStages, aligned()>, config, stream,
-                        p, steps_of(p, p.width, config), config.aligned_row);
+    return with_tiles(config, [&](auto tiles) {
+      return with_loader(p, config, [&](auto lookup, auto aligned) {
+        return launch_dot(dot_interaction_kernel<T, tiles(), kDotStages, lookup(), aligned()>,
+                          config, stream, p, steps_of(p, p.width, config), config.aligned_row);
+      });
     });
   } else {
-    return launch_dot(config.aligned ? dot_interaction_threads_kernel<T, true>
-                                     : dot_interaction_threads_kernel<T, false>,
-                      config, stream, p, config.aligned_row);
+    return with_loader(p, config, [&](auto lookup, auto aligned) {
+      return launch_dot(dot_interaction_threads_kernel<T, lookup(), aligned()>, config, stream, p,
+                        config.aligned_row);
+    });
   }
 }
 
 template <typename T>
 cudaError_t interact_bwd(const DotBwdParams& p, const DotConfig& config, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    return with_shape(config, [&](auto tiles, auto aligned) {
-      return launch_dot(dot_interaction_bwd_kernel<T, tiles(), kDotStages, aligned()>, config,
-                        stream, p, steps_of(p, p.grad_stride, config), config.aligned_row);
+    return with_tiles(config, [&](auto tiles) {
+      return with_loader(p, config, [&](auto lookup, auto aligned) {
+        return launch_dot(dot_interaction_bwd_kernel<T, tiles(), kDotStages, lookup(), aligned()>,
+                          config, stream, p, steps_of(p, p.grad_stride, config),
+                          config.aligned_row);
+      });
     });
   } else {
-    return launch_dot(config.aligned ? dot_interaction_bwd_threads_kernel<T, true>
-                                     : dot_interaction_bwd_threads_kernel<T, false>,
-                      config, stream, p);
+    return with_loader(p, config, [&](auto lookup, auto aligned) {
+      return launch_dot(dot_interaction_bwd_threads_kernel<T, lookup(), aligned()>, config, stream,
+                        p);
+    });
   }
 }
 
@@ -129,7 +145,7 @@ cudaError_t head_bwd(const BceBwdParams& p, const BceConfig& config, void* works
 }  // namespace dlrm
 
 cudaError_t dlrm_device_traits(DeviceTraits* traits) {
-  return describe_device(dot_interaction_threads_kernel<float, false>, traits);
+  return describe_device(dot_interaction_threads_kernel<float, false, false>, traits);
 }
 
 cudaError_t launch_dot_interaction(const DotParams& params, const DotConfig& config,

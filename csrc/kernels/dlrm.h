@@ -19,6 +19,15 @@ constexpr int kMaxDotVectors = 64;
 constexpr int kMaxDotColumns = 256;
 constexpr int kMaxDotPadding = 128;  // elements behind the last product, this one excluded
 
+// What says which rows of a table are the vectors of each sample.
+struct EmbeddingLookup {
+  const void* indices = nullptr;  // [batch, vectors - 1]; null: the vectors are no rows of a table
+  bool is_int32 = false;          // instead of int64
+  int64_t sample_stride = 0;      // in indices
+  int64_t vector_stride = 0;
+  int64_t rows = 0;  // of the table
+};
+
 // The vectors of each sample: the dense one comes first.
 struct DotVectors {
   DType dtype = DType::kFloat32;
@@ -29,10 +38,11 @@ struct DotVectors {
   bool upper =
       false;  // the order of the products: (0, 1), (0, 2), ... instead of (1, 0), (2, 0),...
   const void* dense = nullptr;
-  int64_t dense_stride = 0;  // from sample to sample, in elements as all strides
-  const void* embeddings = nullptr;
+  int64_t dense_stride = 0;          // from sample to sample, in elements as all strides
+  const void* embeddings = nullptr;  // with a lookup: the table
   int64_t sample_stride = 0;
-  int64_t vector_stride = 0;
+  int64_t vector_stride = 0;  // with a lookup: from row to row
+  EmbeddingLookup lookup;
 };
 
 struct DotParams : DotVectors {
@@ -42,6 +52,7 @@ struct DotParams : DotVectors {
 struct DotBwdParams : DotVectors {
   const void* grad = nullptr;  // [batch, width]
   int64_t grad_stride = 0;
+  // With a lookup, null where nobody asked for it.
   void* dense_grad = nullptr;       // [batch, columns], contiguous
   void* embeddings_grad = nullptr;  // [batch, vectors - 1, columns], contiguous
 };

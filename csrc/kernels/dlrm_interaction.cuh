@@ -4,9 +4,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
+#include "dlrm_lookup.cuh"
 #include "dlrm_vectors.cuh"
 
 namespace fusedcuda {
@@ -37,7 +39,10 @@ class VectorLoader {
                 p.sample_stride, steps.embeddings),
         first_(pitch + static_cast<int>(pieces.first(pitch))) {}
 
-  __device__ __forceinline__ void load(const DotSteps& steps, const Pieces& pieces, T* vectors) {
+  __device__ __forceinline__ void start(const DotVectors&, const DotSteps&) {}
+
+  __device__ __forceinline__ void load(const DotVectors&, const DotSteps& steps,
+                                       const Pieces& pieces, T* vectors, bool) {
     constexpr auto copy = copy_piece_async<T, kAligned>;
     pieces.copy_dense(dense_.next(), vectors + pieces.dense(), copy);
     pieces.copy_others(others_.next(), steps.piece, vectors + first_, steps.piece_shared, copy);
@@ -47,6 +52,10 @@ class VectorLoader {
   OwnSamples<const T> dense_, others_;  // the lane's first pieces
   int first_;                           // of the others, in shared memory
 };
+
+template <typename T, int kTiles, bool kLookup, bool kAligned>
+using Loader =
+    std::conditional_t<kLookup, RowLoader<T, kTiles, kAligned>, VectorLoader<T, kAligned>>;
 
 // Where a lane reads its part of each tile of 16 vectors (load_matrices), from the first vector.
 // For vectors that do not exist it reads the last one: what becomes of it is not used, or is
@@ -64,7 +73,7 @@ struct Fragments {
 
 // The product of the vectors with themselves, V V^T, tile by tile of 16 x 8 and of these only those
 // that reach below the diagonal: of 16 vectors m, the columns up to 2 m + 1.
-template <typename T, int kTiles, int kStages, bool kAligned>
+template <typename T, int kTiles, int kStages, bool kLookup, bool kAligned>
 __global__ void __launch_bounds__(kDotWarps* kWarpSize,
                                   kTiles == kFewDotTiles ? kFewTilesBlocks : kManyTilesBlocks)
     dot_interaction_kernel(const __grid_constant__ DotParams p,
@@ -89,9 +98,9 @@ __global__ void __launch_bounds__(kDotWarps* kWarpSize,
     of_low[k][1] = sizeof(T) * place_of_low(p.upper, 8 * k + j + 1, p.vectors);
   }
 
-  VectorLoader<T, kAligned> loader(p, steps, pieces, layout.pitch);
+  Loader<T, kTiles, kLookup, kAligned> loader(p, steps, pieces, layout.pitch);
   OwnSamples<T> outputs(static_cast<T*>(p.output), p.width, steps.row);
-  auto load = [&](T* vectors) { loader.load(steps, pieces, vectors); };
+  auto load = [&](T* vectors, bool has_next) { loader.load(p, steps, pieces, vectors, has_next); };
   auto use = [&](const T* vectors, auto done) {
     pieces.copy_dense(vectors + pieces.dense(), row + pieces.dense(), copy_piece<T, kAligned>);
     float sums[kTiles][2 * kTiles][4] = {};
@@ -129,6 +138,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarpSize,
     copy_row(row, outputs.next(), p.width, aligned_row, lane, kWarpSize);
   };
   wait_for_previous_kernel();
+  loader.start(p, steps);
   for_own_samples<kStages>(steps, row + layout.row, layout.vectors, load, use);
 }
 
@@ -138,7 +148,7 @@ __global__ void __launch_bounds__(kDotWarps* kWarpSize,
 //
 // In shared memory is what Z has below its diagonal, L; where L is not zero, its transpose is, so
 // that Z is L | L^T. `places` says where in L each element of the incoming row belongs, in bytes.
-template <typename T, int kTiles, int kStages, bool kAligned>
+template <typename T, int kTiles, int kStages, bool kLookup, bool kAligned>
 __global__ void __launch_bounds__(kDotWarps* kWarpSize,
                                   kTiles == kFewDotTiles ? kFewTilesBlocks : kManyTilesBlocks)
     dot_interaction_bwd_kernel(const __grid_constant__ DotBwdParams p,
@@ -160,10 +170,10 @@ __global__ void __launch_bounds__(kDotWarps* kWarpSize,
   const Fragments<kTiles> fragments(p, pitch, lane);
   const int products = dot_products(p.vectors);
 
-  VectorLoader<T, kAligned> loader(p, steps, pieces, pitch);
+  Loader<T, kTiles, kLookup, kAligned> loader(p, steps, pieces, pitch);
   OwnSamples<const T> grads(static_cast<const T*>(p.grad), p.grad_stride, steps.row);
-  auto load = [&](T* vectors) {
-    loader.load(steps, pieces, vectors);
+  auto load = [&](T* vectors, bool has_next) {
+    loader.load(p, steps, pieces, vectors, has_next);
     const T* from = grads.next();
     T* to = vectors + layout.vectors;
     const int given = p.columns + products;
@@ -238,12 +248,16 @@ __global__ void __launch_bounds__(kDotWarps* kWarpSize,
     }
     __syncwarp();
     constexpr auto copy = copy_piece<T, kAligned>;
-    pieces.copy_dense(vectors + pieces.dense(), dense_grads.next(), copy);
-    pieces.copy_others(vectors + first, steps.piece_shared, other_grads.next(), steps.piece_grad,
-                       copy);
+    T* const dense_grad = dense_grads.next();
+    T* const other_grad = other_grads.next();
+    if (!kLookup || p.dense_grad != nullptr)
+      pieces.copy_dense(vectors + pieces.dense(), dense_grad, copy);
+    if (!kLookup || p.embeddings_grad != nullptr)
+      pieces.copy_others(vectors + first, steps.piece_shared, other_grad, steps.piece_grad, copy);
     done();
   };
   wait_for_previous_kernel();
+  loader.start(p, steps);
   for_own_samples<kStages>(steps, triangle + layout.triangle, layout.vectors + layout.row, load,
                            use);
 }

@@ -7,12 +7,24 @@
 
 #include "common/shared.cuh"
 #include "common/vec.cuh"
+#include "dlrm_lookup.cuh"
 #include "dlrm_vectors.cuh"
 
 namespace fusedcuda {
 
+template <typename T, bool kLookup>
+__device__ __forceinline__ const T* vector_of(const DotVectors& p, int64_t sample, int vector) {
+  if (vector == 0) return static_cast<const T*>(p.dense) + sample * p.dense_stride;
+  const T* const others = static_cast<const T*>(p.embeddings);
+  if constexpr (kLookup) {
+    const char* const address = address_of_index(p.lookup, sample, vector - 1);
+    return behind(others, start_of_row<T>(p, load_index(p.lookup, address)));
+  }
+  return others + sample * p.sample_stride + (vector - 1) * p.vector_stride;
+}
+
 // The columns [start, start + kDotChunk) of all vectors; zero where there are none.
-template <typename T, bool kAligned>
+template <typename T, bool kLookup, bool kAligned>
 __device__ __forceinline__ void load_chunk(const DotVectors& p, int64_t sample, int start, T* chunk,
                                            int pitch) {
   constexpr int kPiece = kDotPiece<T, kAligned>;
@@ -21,14 +33,14 @@ __device__ __forceinline__ void load_chunk(const DotVectors& p, int64_t sample, 
     const int vector = i / kPieces, column = i % kPieces * kPiece;
     Vector<T, kPiece> piece = {};
     if (start + column < p.columns)
-      piece = load_vector<T, kPiece>(vector_of<T>(p, sample, vector) + start + column);
+      piece = load_vector<T, kPiece>(vector_of<T, kLookup>(p, sample, vector) + start + column);
     store_vector<T, kPiece>(chunk + vector * pitch + column, piece);
   }
 }
 
 // A thread's vectors of either side are `groups` apart, so that those of neighbouring threads are
 // neighbours, which are in different banks.
-template <typename T, bool kAligned>
+template <typename T, bool kLookup, bool kAligned>
 __global__ void __launch_bounds__(kDotThreads)
     dot_interaction_threads_kernel(const __grid_constant__ DotParams p, bool aligned_row) {
   constexpr int kStep = kVectorBytes / sizeof(T);
@@ -46,7 +58,7 @@ __global__ void __launch_bounds__(kDotThreads)
     T sums[kDotSide][kDotSide] = {};
     for (int start = 0; start < p.columns; start += kDotChunk) {
       __syncthreads();
-      load_chunk<T, kAligned>(p, sample, start, chunk, layout.pitch);
+      load_chunk<T, kLookup, kAligned>(p, sample, start, chunk, layout.pitch);
       __syncthreads();
       const int columns = min(kDotChunk, p.columns - start);
       copy_row(chunk, row + start, columns, false, threadIdx.x, blockDim.x);
@@ -89,7 +101,7 @@ __global__ void __launch_bounds__(kDotThreads)
   let_next_kernel_start();
 }
 
-template <typename T, bool kAligned>
+template <typename T, bool kLookup, bool kAligned>
 __global__ void __launch_bounds__(kDotThreads)
     dot_interaction_bwd_threads_kernel(const __grid_constant__ DotBwdParams p) {
   constexpr int kStep = kVectorBytes / sizeof(T);
@@ -113,7 +125,7 @@ __global__ void __launch_bounds__(kDotThreads)
     }
     for (int start = 0; start < p.columns; start += kDotChunk) {
       __syncthreads();
-      load_chunk<T, kAligned>(p, sample, start, chunk, layout.pitch);
+      load_chunk<T, kLookup, kAligned>(p, sample, start, chunk, layout.pitch);
       __syncthreads();
       for (int tile = threadIdx.x; tile < layout.backward_tiles(); tile += blockDim.x) {
         const int first = tile / kSteps * kStep, column = tile % kSteps * kStep;
@@ -136,6 +148,7 @@ __global__ void __launch_bounds__(kDotThreads)
         for (int i = 0; i < kStep; ++i) {
           const int vector = first + i;
           if (vector >= p.vectors || at >= p.columns) continue;
+          if (kLookup && (vector == 0 ? p.dense_grad : p.embeddings_grad) == nullptr) continue;
           T* to = vector == 0 ? static_cast<T*>(p.dense_grad) + sample * p.columns
                               : static_cast<T*>(p.embeddings_grad) +
                                     (sample * (p.vectors - 1) + vector - 1) * p.columns;

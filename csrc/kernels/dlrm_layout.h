@@ -79,6 +79,10 @@ FUSEDCUDA_BOTH constexpr int dot_lanes_of_vector(int columns, int piece) {
   return columns / piece < kWarpSize ? columns / piece : kWarpSize;
 }
 
+FUSEDCUDA_BOTH inline int bytes_of_index(const EmbeddingLookup& lookup) {
+  return lookup.is_int32 ? 4 : 8;
+}
+
 // What addresses advance by in the kernels. They take it as a parameter: an instruction can add a
 // parameter without a register for it.
 struct DotSteps {
@@ -86,8 +90,9 @@ struct DotSteps {
   int rounds, rest;
   // From one of a warp's samples to its next one, in bytes of each tensor; `row` is that of the
   // output, or of the incoming gradient.
-  int64_t dense, embeddings, row, dense_grad, embeddings_grad;
-  // From one of a lane's pieces of the embeddings to the next one, in bytes.
+  int64_t dense, embeddings, indices, row, dense_grad, embeddings_grad;
+  int apart;  // vectors from one of a lane's pieces to the next one
+  // The same in bytes, of the embeddings.
   int64_t piece, piece_grad, piece_shared;
 
   DotSteps(const DotVectors& p, int64_t row_stride, int elements_of_piece, int64_t warps) {
@@ -96,13 +101,14 @@ struct DotSteps {
     rest = static_cast<int>(p.batch % warps);
     dense = kBytes * warps * p.dense_stride;
     embeddings = kBytes * warps * p.sample_stride;
+    indices = bytes_of_index(p.lookup) * warps * p.lookup.sample_stride;
     row = kBytes * warps * row_stride;
     dense_grad = kBytes * warps * p.columns;
     embeddings_grad = kBytes * warps * (p.vectors - 1) * p.columns;
-    const int vectors = kWarpSize / dot_lanes_of_vector(p.columns, elements_of_piece);
-    piece = kBytes * vectors * p.vector_stride;
-    piece_grad = kBytes * vectors * p.columns;
-    piece_shared = kBytes * vectors * dot_pitch(p.columns);
+    apart = kWarpSize / dot_lanes_of_vector(p.columns, elements_of_piece);
+    piece = kBytes * apart * p.vector_stride;
+    piece_grad = kBytes * apart * p.columns;
+    piece_shared = kBytes * apart * dot_pitch(p.columns);
   }
 };
 

@@ -28,13 +28,6 @@ __device__ __forceinline__ int product_index(const DotVectors& p, int i, int j) 
   return place_of_high(false, high) + place_of_low(false, low, p.vectors);
 }
 
-template <typename T>
-__device__ __forceinline__ const T* vector_of(const DotVectors& p, int64_t sample, int vector) {
-  if (vector == 0) return static_cast<const T*>(p.dense) + sample * p.dense_stride;
-  return static_cast<const T*>(p.embeddings) + sample * p.sample_stride +
-         (vector - 1) * p.vector_stride;
-}
-
 // --- Copies. `aligned`, or kAligned: of whole, aligned pieces of 16 bytes, else of elements.
 
 template <typename T, bool kAligned>
@@ -86,6 +79,10 @@ __device__ __forceinline__ int64_t first_sample() {
   return int64_t{blockIdx.x} * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize;
 }
 
+__device__ __forceinline__ int own_samples(const DotSteps& steps) {
+  return steps.rounds + (first_sample() < steps.rest);
+}
+
 // `bytes` behind `data`.
 template <typename T>
 __device__ __forceinline__ T* behind(T* data, int64_t bytes) {
@@ -113,15 +110,16 @@ class OwnSamples {
   int64_t step_;
 };
 
-// Calls use(stage, done) for each of a warp's samples, in the order in which load(stage) has put
-// them into stages. use() calls done() when it has read its stage, which gets another sample then.
+// Calls use(stage, done) for each of a warp's samples, in the order in which load(stage, has_next)
+// has put them into stages; has_next: another one will be loaded. use() calls done() when it has
+// read its stage, which gets another sample then.
 template <int kStages, typename T, typename Load, typename Use>
 __device__ __forceinline__ void for_own_samples(const DotSteps& steps, T* stages, int stage_size,
                                                 Load load, Use use) {
-  int to_use = steps.rounds + (first_sample() < steps.rest);
+  int to_use = own_samples(steps);
   int to_load = to_use;
   auto load_next = [&](T* stage) {
-    if (to_load-- > 0) load(stage);
+    if (to_load-- > 0) load(stage, to_load > 0);
     copy_async_commit();
   };
 #pragma unroll 1
@@ -170,6 +168,19 @@ class Pieces {
     for (int k = 0; k < count_; ++k) {
       copy_columns(from, to, copy);
       from = behind(from, from_step);
+      to = behind(to, to_step);
+    }
+  }
+  // The same from `count` rows that may be anywhere, of which a lane has pieces `apart` rows apart.
+  // All lanes call row_of(vector) for where a row starts, at the same time, also those that are
+  // left over.
+  template <typename T, typename RowOf, typename Copy>
+  __device__ __forceinline__ void copy_rows(RowOf row_of, int count, int apart, T* to,
+                                            int64_t to_step, Copy copy) const {
+#pragma unroll(kPiece == 1 ? 1 : 2)
+    for (int k = 0; k * apart < count; ++k) {
+      const T* row = row_of(vector_ + k * apart);
+      if (k < count_) copy_columns(row + column_, to, copy);
       to = behind(to, to_step);
     }
   }

@@ -98,6 +98,13 @@ def moved_bytes(
     if name in GATHERS:  # of its source it reads as much as it writes
         source = touched(args[0])
         read += min(source, out) - source
+    if name.startswith("embedding_interaction"):  # of its table as much as is looked up
+        given = dict(
+            zip([argument.name for argument in func._schema.arguments], args, strict=False)
+        )
+        table = given["weight"]
+        looked_up = given["indices"].numel() * table.shape[1] * table.itemsize
+        read += min(touched(table), looked_up) - touched(table)
     return read + out + sum(map(touched, written))
 
 

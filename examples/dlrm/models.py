@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import fusedcuda
 from fusedcuda.demo.dlrm import DLRM, DlrmConfig, click_loss
 
-OPS = ("linear_act", "dot_interaction", "linear_sigmoid_bce")
+OPS = ("linear_act", "embedding_interaction", "linear_sigmoid_bce")
 
 
 class PlainDLRM(DLRM):
@@ -61,7 +61,7 @@ class FusedDLRM(PlainDLRM):
     def _hidden(self, dense: Tensor, indices: Tensor) -> Tensor:
         """What the last layer reads."""
         vector = self._mlp(self.bottom, dense)
-        return self._mlp(self.top, self._interact(vector, self.look_up(indices)))
+        return self._mlp(self.top, self._look_up_and_interact(vector, indices))
 
     def _mlp(self, layers: nn.ModuleList, x: Tensor) -> Tensor:
         for layer in cast(list[nn.Linear], layers):
@@ -69,12 +69,13 @@ class FusedDLRM(PlainDLRM):
             x = fusedcuda.linear_act(x, layer.weight, layer.bias, "relu")
         return x
 
-    def _interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        interaction = op("dot_interaction")
+    def _look_up_and_interact(self, dense: Tensor, indices: Tensor) -> Tensor:
+        interaction = op("embedding_interaction")
         if interaction is None or self.interaction != "dot":
-            return super()._interact(dense, embedded)
-        # 27 vectors in, one padded row out: no [B, 27, 27] products in memory, and no indices.
-        return interaction(dense, embedded)
+            return self._interact(dense, self.look_up(indices))
+        # A vector and 26 rows of the table in, one padded row out: neither these [B, 26, E] nor the
+        # [B, 27, 27] products in memory.
+        return interaction(dense, self.table.weight, indices + self.offsets)
 
 
 def op(name: str) -> Callable[..., Tensor] | None:

@@ -165,8 +165,9 @@ def markdown(results: Results, pictures: Sequence[str]) -> str:
         "([source](../../examples/dlrm)); models and sizes: "
         "[models.py](../../examples/dlrm/models.py). Both models have one table for all "
         "categories and padded columns, so what differs is fusion: bias and ReLU in the matrix "
-        "product (`linear_act`), the 27 vectors to one padded row (`dot_interaction`), the last "
-        "layer with its loss (`linear_sigmoid_bce`).",
+        "product (`linear_act`), the lookup of 26 rows and their products with the 27th vector to "
+        "one padded row (`embedding_interaction`), the last layer with its loss "
+        "(`linear_sigmoid_bce`).",
         "",
         f"Measured on: {results.measured_on()}.",
         "",

@@ -76,38 +76,49 @@ def row_elements(vectors: int, columns: int) -> int:
 
 def check_vectors(op: str, dense: Any, embeddings: Any) -> None:
     """``TypeError`` or ``ValueError`` unless these are the vectors of some samples."""
-    for name, tensor in (("dense", dense), ("embeddings", embeddings)):
-        check_floating(op, name, tensor)
-    if embeddings.dtype != dense.dtype:
-        raise TypeError(
-            f"{op}: embeddings must be a {dense.dtype} tensor as dense is; got {embeddings.dtype}"
-        )
-    check_same_device(op, "embeddings", embeddings, "dense", dense)
-    if dense.dim() != 2:
-        raise ValueError(f"{op}: dense must have shape (B, E); got {tuple(dense.shape)}")
+    check_dense(op, dense, "embeddings", embeddings)
     batch, columns = dense.shape
     if embeddings.dim() != 3 or embeddings.shape[0] != batch or embeddings.shape[2] != columns:
         raise ValueError(
             f"{op}: embeddings must have shape ({batch}, F - 1, {columns}) to go with dense of "
             f"shape {tuple(dense.shape)}; got {tuple(embeddings.shape)}"
         )
+    check_limits(op, dense, embeddings)
+
+
+def check_dense(op: str, dense: Any, name: str, others: Any) -> None:
+    """Of ``dense`` by itself, and what ``others`` have in common with it."""
+    check_floating(op, "dense", dense)
+    check_floating(op, name, others)
+    if others.dtype != dense.dtype:
+        raise TypeError(
+            f"{op}: {name} must be a {dense.dtype} tensor as dense is; got {others.dtype}"
+        )
+    check_same_device(op, name, others, "dense", dense)
+    if dense.dim() != 2:
+        raise ValueError(f"{op}: dense must have shape (B, E); got {tuple(dense.shape)}")
+
+
+def check_limits(op: str, dense: Tensor, others: Tensor) -> None:
+    vectors, columns = others.shape[1] + 1, dense.shape[1]
     if not 1 <= columns <= MAX_COLUMNS:
         raise ValueError(f"{op}: vectors must have 1 to {MAX_COLUMNS} elements; got {columns}")
-    if embeddings.shape[1] >= MAX_VECTORS:
-        raise ValueError(
-            f"{op}: there may be {MAX_VECTORS} vectors, dense included; "
-            f"got {embeddings.shape[1] + 1}"
-        )
+    if vectors > MAX_VECTORS:
+        raise ValueError(f"{op}: there may be {MAX_VECTORS} vectors, dense included; got {vectors}")
 
 
 def check_interaction(dense: Any, embeddings: Any, upper: bool, width: int) -> None:
     check_vectors("dot_interaction", dense, embeddings)
-    _check_width("dot_interaction: width", dense, embeddings, width)
+    check_width("dot_interaction: width", dense, embeddings, width)
 
 
 def _check_interaction_backward(grad: Any, dense: Any, embeddings: Any) -> None:
     op = "dot_interaction_backward"
     check_vectors(op, dense, embeddings)
+    check_grad(op, grad, dense, embeddings)
+
+
+def check_grad(op: str, grad: Any, dense: Tensor, others: Tensor) -> None:
     check_floating(op, "grad", grad)
     check_same_device(op, "grad", grad, "dense", dense)
     if grad.dtype != dense.dtype or grad.dim() != 2 or grad.shape[0] != dense.shape[0]:
@@ -115,11 +126,11 @@ def _check_interaction_backward(grad: Any, dense: Any, embeddings: Any) -> None:
             f"{op}: grad must be a {dense.dtype} tensor of shape ({dense.shape[0]}, width); "
             f"got {grad.dtype}, {tuple(grad.shape)}"
         )
-    _check_width(f"{op}: the width of grad", dense, embeddings, grad.shape[1])
+    check_width(f"{op}: the width of grad", dense, others, grad.shape[1])
 
 
-def _check_width(what: str, dense: Tensor, embeddings: Tensor, width: int) -> None:
-    vectors, columns = embeddings.shape[1] + 1, dense.shape[1]
+def check_width(what: str, dense: Tensor, others: Tensor, width: int) -> None:
+    vectors, columns = others.shape[1] + 1, dense.shape[1]
     least = row_elements(vectors, columns)
     if not least <= width < least + MAX_PADDING:
         raise ValueError(

@@ -6,16 +6,19 @@ Source: Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091. Ker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._library import define, define_host, first_order_only
+from .._library import define, define_host
+from . import _dlrm_lookup_reference as lookup
 from . import _dlrm_reference as reference
 from ._call import Operator
 from ._cross_entropy_reference import REDUCTIONS
+from ._dlrm_autograd import DotInteraction, EmbeddingInteraction, LinearSigmoidBce
 from ._operands import compute_dtype
 from ._rows import batched_rows, call, check_number
 from .linear_act import autocast
@@ -65,6 +68,56 @@ def dot_interaction(
     dense, embeddings = autocast(dense, stack_vectors(dense, embeddings))
     width = output_width(dense, embeddings, pad)
     return call(DOT_INTERACTION, (dense, embeddings), upper, width)
+
+
+def embedding_interaction(
+    dense: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    *,
+    order: str = "tril",
+    pad: int = 8,
+) -> Tensor:
+    """``dot_interaction(dense, torch.nn.functional.embedding(indices, weight))`` in one kernel.
+
+    The rows are read from the table where the products are made; what was looked up, ``(B, F - 1,
+    E)``, is never in memory.
+
+    - ``dense`` is ``(B, E)``. ``weight`` is ``(V, E)``, one table for all features (several are put
+      one behind the other, and each index is that of its table plus where the table starts).
+      ``indices`` are ``(B, F - 1)``, int64 or int32, any strides, from 0 to ``V - 1``. ``F`` up to
+      64, ``E`` up to 256; ``V`` as large as memory.
+    - Output, ``order``, ``pad`` and dtypes are those of :func:`dot_interaction`. Rows of whole,
+      aligned pieces of 16 bytes are fastest; a table whose columns are not neighbours in memory is
+      copied first.
+    - The gradient of ``weight`` is dense and of its dtype, added up in float32 (float64 for
+      float64) from the gradients of the rows, rounded to that dtype, in a fixed order. There are no
+      ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse``.
+    - Under autocast a table of another dtype is not cast as a whole, but looked up by torch before
+      the rows are cast: then this is ``dot_interaction`` of what was looked up.
+
+    Memory: reads ``dense``, the indices and the rows that they name once and writes the output
+    once. Backward reads them and the incoming gradient once and writes the gradients of ``dense``
+    and of the rows, which are read again to be added up; either is left out where nobody asks for
+    it. Saved for backward: ``dense``, ``weight`` and ``indices``. Differentiable once.
+
+    ``TypeError``: an operand that is no floating tensor, dtypes that differ, or ``indices`` of
+    another dtype. ``ValueError``: shapes, devices, ``order`` or ``pad`` that do not fit. An index
+    that is no row, also a negative one, is an ``IndexError`` on the CPU and fails a device-side
+    assert on a GPU. Nothing waits for the GPU.
+
+    >>> dense, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 6.0], [3.0, 4.0]])
+    >>> fusedcuda.embedding_interaction(dense, weight, torch.tensor([[1, 0]]), pad=1)
+    tensor([[ 1.,  2., 11., 17., 39.]])
+    """
+    op = "embedding_interaction"
+    upper = is_upper(order, op)
+    if is_cast_by_autocast(dense, weight):
+        embeddings = lookup.look_up(op, weight, indices)
+        return dot_interaction(dense, embeddings, order=order, pad=pad)
+    (dense,) = autocast(dense)
+    width = lookup_width(dense, weight, indices, pad)
+    return call(EMBEDDING_INTERACTION, (dense, weight, indices), upper, width)
 
 
 def linear_sigmoid_bce(
@@ -121,13 +174,11 @@ def linear_sigmoid_bce(
 # --------------------------------------------------------------------------------------------------
 
 
-def is_upper(order: Any) -> bool:
+def is_upper(order: Any, op: str = "dot_interaction") -> bool:
     """Whether ``order`` is that of the upper triangle; ``ValueError`` if it is none at all."""
     upper = _ORDERS.get(order) if isinstance(order, str) else None
     if upper is None:
-        raise ValueError(
-            f"dot_interaction: order must be one of {', '.join(_ORDERS)}; got {order!r}"
-        )
+        raise ValueError(f"{op}: order must be one of {', '.join(_ORDERS)}; got {order!r}")
     return upper
 
 
@@ -152,17 +203,39 @@ def stack_vectors(dense: Any, embeddings: Any) -> Any:
 
 def output_width(dense: Any, embeddings: Any, pad: Any) -> int:
     """Elements of an output row."""
+    op = "dot_interaction"
+    return _width(
+        op, dense, embeddings, pad, partial(reference.check_vectors, op, dense, embeddings)
+    )
+
+
+def lookup_width(dense: Any, weight: Any, indices: Any, pad: Any) -> int:
+    """The same where ``indices`` name the vectors."""
+    op = "embedding_interaction"
+    return _width(op, dense, indices, pad, partial(lookup.check_lookup, op, dense, weight, indices))
+
+
+def _width(op: str, dense: Any, others: Any, pad: Any, check: Callable[[], None]) -> int:
     if not isinstance(pad, int) or not 1 <= pad <= reference.MAX_PADDING:
         raise ValueError(
-            f"dot_interaction: pad must be an integer from 1 to {reference.MAX_PADDING}; "
-            f"got {pad!r}"
+            f"{op}: pad must be an integer from 1 to {reference.MAX_PADDING}; got {pad!r}"
         )
     try:
-        elements = reference.row_elements(embeddings.shape[1] + 1, dense.shape[1])
+        elements = reference.row_elements(others.shape[1] + 1, dense.shape[1])
     except (AttributeError, IndexError):
-        reference.check_vectors("dot_interaction", dense, embeddings)
+        check()
         raise
     return -(-elements // pad) * pad
+
+
+def is_cast_by_autocast(dense: Any, weight: Any) -> bool:
+    """Whether autocast would cast the whole table for the few rows of it that are looked up."""
+    if not (isinstance(dense, Tensor) and isinstance(weight, Tensor)):
+        return False
+    device = dense.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return False
+    return weight.dtype not in (torch.float64, torch.get_autocast_dtype(device))
 
 
 def reduction_code(reduction: Any) -> int:
@@ -220,13 +293,37 @@ _dot_interaction = define(
     vmap=_batched("dot_interaction", 2),
 )
 # [gradient of dense, gradient of embeddings]
-_dot_interaction_backward = define(
+define(
     FAMILY,
     "dot_interaction_backward(Tensor grad, Tensor dense, Tensor embeddings, bool upper)"
     " -> Tensor[]",
     cpu=reference.dot_interaction_backward,
     fake=reference.dot_interaction_backward_fake,
     vmap=_batched("dot_interaction_backward", 3),
+)
+_embedding_interaction = define(
+    FAMILY,
+    "embedding_interaction(Tensor dense, Tensor weight, Tensor indices, bool upper, int width)"
+    " -> Tensor",
+    cpu=lookup.embedding_interaction,
+    fake=lookup.embedding_interaction_fake,
+)
+# The gradients whose bit is set in the mask: 0 of dense, 1 of what was looked up.
+define(
+    FAMILY,
+    "embedding_interaction_backward(Tensor grad, Tensor dense, Tensor weight, Tensor indices, "
+    "bool upper, int mask) -> Tensor[]",
+    cpu=lookup.embedding_interaction_backward,
+    fake=lookup.embedding_interaction_backward_fake,
+)
+# The gradient of a table of so many rows, from those of what was looked up. An operator of its own,
+# as Inductor would make atomic additions of torch's, whose order differs from run to run.
+define(
+    FAMILY,
+    "embedding_dense_backward(Tensor grad, Tensor indices, SymInt rows) -> Tensor",
+    cpu=lookup.embedding_dense_backward,
+    fake=lookup.embedding_dense_backward_fake,
+    cuda=lookup.embedding_dense_backward_by_torch,
 )
 # [loss, logits, gradients of the logits]: the last of each row's own loss, before it is reduced.
 # Under vmap samples are computed one by one, as each is reduced alone.
@@ -239,7 +336,7 @@ _forward = define(
     vmap=batched_rows("linear_sigmoid_bce_forward", vectors=range(4)),
 )
 # The gradients whose bit is set in the mask: 0 of x, 1 of the weight, 2 of the bias.
-_backward = define(
+define(
     FAMILY,
     "linear_sigmoid_bce_backward(Tensor grad_loss, Tensor x, Tensor weight, Tensor dlogits, "
     "int mask, int reduction) -> Tensor[]",
@@ -255,76 +352,31 @@ define_host(
     "bool is_backward, int num_sms) -> str"
 )
 define_host(
+    "embedding_interaction_plan(Tensor dense, Tensor weight, Tensor indices, bool upper, "
+    "int width, bool is_backward, int num_sms) -> str"
+)
+define_host(
     "linear_sigmoid_bce_plan(Tensor x, Tensor weight, int reduction, int mask, int num_sms) -> str"
 )
-
-# --------------------------------------------------------------------------------------------------
-# Differentiable forms
-# --------------------------------------------------------------------------------------------------
-
-
-class _DotInteraction(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(dense: Tensor, embeddings: Tensor, upper: bool, width: int) -> Tensor:
-        return _dot_interaction(dense, embeddings, upper, width)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        dense, embeddings, ctx.upper, _ = inputs
-        ctx.save_for_backward(dense, embeddings)
-
-    @staticmethod
-    @first_order_only("dot_interaction")
-    def backward(
-        ctx: Any, grad: Tensor, dense: Tensor, embeddings: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        return *_dot_interaction_backward(grad, dense, embeddings, ctx.upper), None, None
-
-
-class _LinearSigmoidBce(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(_forward(*args))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        if ctx.needs_input_grad[3]:
-            raise RuntimeError(
-                "linear_sigmoid_bce: target requires a gradient, but there is none for it; "
-                "pass target.detach()"
-            )
-        x, weight, _, _, _, ctx.reduction = inputs
-        _, logits, dlogits = output
-        ctx.mark_non_differentiable(logits, dlogits)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, dlogits)
-
-    @staticmethod
-    @first_order_only("linear_sigmoid_bce")
-    def backward(ctx: Any, grad: Tensor | None, *saved: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[:3]
-        if grad is None or not any(wanted):  # the loss is not used further
-            return (None,) * 6
-        mask = sum(want << bit for bit, want in enumerate(wanted))
-        computed = iter(_backward(grad, *saved, mask, ctx.reduction))
-        return *(next(computed) if want else None for want in wanted), None, None, None
-
 
 DOT_INTERACTION = Operator(
     "dot_interaction",
     _dot_interaction,
-    _DotInteraction,
+    DotInteraction,
     ("dense", "embeddings"),
     reference.check_interaction,
+)
+EMBEDDING_INTERACTION = Operator(
+    "embedding_interaction",
+    _embedding_interaction,
+    EmbeddingInteraction,
+    ("dense", "weight", "indices"),
+    lookup.check_embedding_interaction,
 )
 LINEAR_SIGMOID_BCE = Operator(
     "linear_sigmoid_bce",
     _forward,
-    _LinearSigmoidBce,
+    LinearSigmoidBce,
     ("x", "weight", "bias", "target"),
     reference.check_head,
 )

@@ -91,8 +91,8 @@ def test_vector_kernels_load_and_store_16_bytes_at_once(kernels) -> None:
 def test_the_interaction_multiplies_on_tensor_cores(kernels) -> None:
     names = ("dot_interaction_kernel", "dot_interaction_bwd_kernel")
     interactions = [kernel for kernel in kernels if kernel.function in names]
-    # Forward, backward; types; tiles; alignment.
-    assert len(interactions) == 2 * 2 * 2 * 2
+    # Forward, backward; types; tiles; lookup; alignment.
+    assert len(interactions) == 2 * 2 * 2 * 2 * 2
     without = [kernel for kernel in interactions if not kernel.products]
     assert not without, "\n" + sass.table(without)
 

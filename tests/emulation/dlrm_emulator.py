@@ -6,6 +6,7 @@ import ctypes
 import math
 from pathlib import Path
 
+import torch
 from emulator import DTYPES, Library, address
 from torch import Tensor
 
@@ -25,6 +26,9 @@ class _Call(ctypes.Structure):
         *_fields(ctypes.c_int, "columns", "vectors", "width", "upper"),
         *_fields(ctypes.c_void_p, "dense", "embeddings", "grad"),
         *_fields(ctypes.c_int64, "dense_stride", "sample_stride", "vector_stride", "grad_stride"),
+        *_fields(ctypes.c_void_p, "indices"),
+        *_fields(ctypes.c_int, "index_is_int32"),
+        *_fields(ctypes.c_int64, "index_sample_stride", "index_vector_stride", "table_rows"),
         *_fields(ctypes.c_void_p, "output", "dense_grad", "embeddings_grad", "x"),
         ("x_stride", ctypes.c_int64),
         *_fields(ctypes.c_void_p, "weight", "bias", "target", "grad_loss"),
@@ -33,6 +37,20 @@ class _Call(ctypes.Structure):
         *_fields(ctypes.c_void_p, "loss", "logits", "dlogits", "dx", "dweight", "dbias"),
         *_fields(ctypes.c_int, "path", "aligned", "aligned_row", "tiles", "stages", "threads"),
         *_fields(ctypes.c_int64, "blocks", "column_tiles"),
+    )
+
+
+def _backward_call(
+    grad: Tensor, dense_grad: Tensor | None, embeddings_grad: Tensor | None, **vectors: object
+) -> _Call:
+    return _Call(
+        op=_INTERACTION_BWD,
+        width=grad.shape[1],
+        grad=address(grad),
+        grad_stride=grad.stride(0),
+        dense_grad=address(dense_grad),
+        embeddings_grad=address(embeddings_grad),
+        **vectors,
     )
 
 
@@ -51,19 +69,38 @@ class DlrmEmulator(Library):
     def _device(self) -> dict[str, int]:
         return {"num_sms": self.num_sms, "shared_bytes_of_block": self.shared_bytes_of_block}
 
-    def _vectors(self, dense: Tensor, embeddings: Tensor, upper: bool) -> dict[str, object]:
+    def _dense(self, dense: Tensor, count: int, upper: bool) -> dict[str, object]:
         return {
             "dtype": DTYPES.index(dense.dtype),
             "rows": dense.shape[0],
             "columns": dense.shape[1],
-            "vectors": embeddings.shape[1] + 1,
+            "vectors": count + 1,
             "upper": upper,
             "dense": address(dense),
             "dense_stride": dense.stride(0),
+            **self._device(),
+        }
+
+    def _vectors(self, dense: Tensor, embeddings: Tensor, upper: bool) -> dict[str, object]:
+        return {
             "embeddings": address(embeddings),
             "sample_stride": embeddings.stride(0),
             "vector_stride": embeddings.stride(1),
-            **self._device(),
+            **self._dense(dense, embeddings.shape[1], upper),
+        }
+
+    def _lookup(
+        self, dense: Tensor, weight: Tensor, indices: Tensor, upper: bool
+    ) -> dict[str, object]:
+        return {
+            "embeddings": address(weight),
+            "vector_stride": weight.stride(0),
+            "indices": address(indices),
+            "index_is_int32": indices.dtype == torch.int32,
+            "index_sample_stride": indices.stride(0),
+            "index_vector_stride": indices.stride(1),
+            "table_rows": weight.shape[0],
+            **self._dense(dense, indices.shape[1], upper),
         }
 
     def dot_interaction(self, dense: Tensor, embeddings: Tensor, upper: bool, width: int) -> Tensor:
@@ -75,29 +112,56 @@ class DlrmEmulator(Library):
         inputs = [dense, embeddings]
         return self.run("dot_interaction", make_call, inputs, outputs, self._remember)[0]
 
+    def embedding_interaction(
+        self, dense: Tensor, weight: Tensor, indices: Tensor, upper: bool, width: int
+    ) -> Tensor:
+        def make_call(
+            dense: Tensor, weight: Tensor, indices: Tensor, output: Tensor
+        ) -> ctypes.Structure:
+            vectors = self._lookup(dense, weight, indices, upper)
+            return _Call(op=_INTERACTION, width=width, output=address(output), **vectors)
+
+        outputs = [dense.new_empty(dense.shape[0], width)]
+        inputs = [dense, weight, indices]
+        return self.run("embedding_interaction", make_call, inputs, outputs, self._remember)[0]
+
     def dot_interaction_backward(
         self, grad: Tensor, dense: Tensor, embeddings: Tensor, upper: bool
     ) -> list[Tensor]:
         def make_call(
-            grad: Tensor,
-            dense: Tensor,
-            embeddings: Tensor,
-            dense_grad: Tensor,
-            embeddings_grad: Tensor,
+            grad: Tensor, dense: Tensor, embeddings: Tensor, *gradients: Tensor
         ) -> ctypes.Structure:
-            return _Call(
-                op=_INTERACTION_BWD,
-                width=grad.shape[1],
-                grad=address(grad),
-                grad_stride=grad.stride(0),
-                dense_grad=address(dense_grad),
-                embeddings_grad=address(embeddings_grad),
-                **self._vectors(dense, embeddings, upper),
-            )
+            return _backward_call(grad, *gradients, **self._vectors(dense, embeddings, upper))
 
         outputs = [dense.new_empty(dense.shape), embeddings.new_empty(embeddings.shape)]
         inputs = [grad, dense, embeddings]
         return self.run("dot_interaction_backward", make_call, inputs, outputs, self._remember)
+
+    def embedding_interaction_backward(
+        self,
+        grad: Tensor,
+        dense: Tensor,
+        weight: Tensor,
+        indices: Tensor,
+        upper: bool,
+        mask: int,
+    ) -> list[Tensor]:
+        def make_call(
+            grad: Tensor,
+            dense: Tensor,
+            weight: Tensor,
+            indices: Tensor,
+            *gradients: Tensor | None,
+        ) -> ctypes.Structure:
+            return _backward_call(grad, *gradients, **self._lookup(dense, weight, indices, upper))
+
+        shapes = (dense.shape, (*indices.shape, dense.shape[1]))
+        outputs = [
+            dense.new_empty(shape) if mask >> bit & 1 else None for bit, shape in enumerate(shapes)
+        ]
+        inputs = [grad, dense, weight, indices]
+        op = "embedding_interaction_backward"
+        return self.run(op, make_call, inputs, outputs, self._remember)
 
     def _rows(self, x: Tensor, weight: Tensor, reduction: int) -> dict[str, object]:
         mean_of = x.shape[0] if reduction == 1 else 1

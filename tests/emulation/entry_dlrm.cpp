@@ -19,6 +19,9 @@ struct Call {
   int vectors, width, upper;
   const void *dense, *embeddings, *grad;
   int64_t dense_stride, sample_stride, vector_stride, grad_stride;
+  const void* indices;  // with these the embeddings are a table
+  int index_is_int32;
+  int64_t index_sample_stride, index_vector_stride, table_rows;
   void *output, *dense_grad, *embeddings_grad;
   // Head
   void* x;
@@ -53,6 +56,8 @@ Params vectors_of(const Call& call) {
   p.embeddings = call.embeddings;
   p.sample_stride = call.sample_stride;
   p.vector_stride = call.vector_stride;
+  p.lookup = {call.indices, call.index_is_int32 != 0, call.index_sample_stride,
+              call.index_vector_stride, call.table_rows};
   return p;
 }
 

@@ -90,8 +90,16 @@ def test_a_step_of_the_published_size_is_counted_without_its_memory():
     updated = sum(work.bytes for work in plain if work.phase == OPTIMIZER)
     assert 3 * table < updated < 3 * table * 1.01
     # No [65536, 27, 27] products: the interaction of the fused model is one op each way.
-    fused_ops = [work.phase for work in fused if work.kind == FUSED and "dot" in work.name]
-    assert fused_ops == [FORWARD, BACKWARD]
+    interactions = [work for work in fused if "interaction" in work.name]
+    assert [(work.kind, work.phase) for work in interactions] == [
+        (FUSED, FORWARD),
+        (FUSED, BACKWARD),
+    ]
+    # Of the table what is looked up, which is not in memory between.
+    looked_up, indices = 65536 * 26 * 128 * 2, 65536 * 26 * 8
+    row, vector = 65536 * 480 * 2, 65536 * 128 * 2
+    assert interactions[0].bytes == vector + looked_up + indices + row
+    assert interactions[1].bytes == 2 * (vector + looked_up) + indices + row
     assert len(fused) < len(plain)
     moved = [
         sum(work.bytes for work in items if work.phase != OPTIMIZER) for items in (plain, fused)
