@@ -168,6 +168,7 @@ def peers(mode: str, rank: int, dropout_p: float) -> dict[str, Provider]:
 
 def lora_linear(shape: MNK, mode: str, rank: int = 16, dropout_p: float = 0.0, **fields) -> Case:
     words = (f"r{rank}", f"dropout {dropout_p:g}" if dropout_p else "")
+    few = shape[0] <= DECODE[0]
     return new_case(
         "lora_linear", " ".join(filter(None, words)), shape, BF16, mode=mode,
         traffic=layer_traffic(shape, rank, mode),
@@ -175,7 +176,7 @@ def lora_linear(shape: MNK, mode: str, rank: int = 16, dropout_p: float = 0.0, *
         reference=eager_layer(dropout_p),
         providers={
             "fusedcuda": fused_layer(dropout_p, "auto"),
-            "fusedcuda, one launch": fused_layer(dropout_p, "fused"),
+            "fusedcuda, one launch": fused_layer(dropout_p, "decode" if few else "fused"),
             "fusedcuda, apart": fused_layer(dropout_p, "apart"),
             "fusedcuda, residual": fused_layer(dropout_p, "residual"),
             BASE: linear_alone(),

@@ -59,8 +59,9 @@ def _describe_forward(
     path = cuda.choose_path()
     factor = cuda.padded(lora_b.detach(), t, dim=1)
     rows = as_matrix(x).detach()
-    fits = cuda.can_be_fused(rows, lora_a.shape[0], seed, in_product)
-    if fits and _add_fused(parts, rows, weight, bias, lora_a, factor, scale, t, y):
+    launch = cuda.one_launch(rows, lora_a.shape[0], seed, in_product)
+    adapter = (lora_a, factor, scale)
+    if launch and _add_one_launch(parts, launch, rows, weight, bias, adapter, in_product, t, y):
         activation_left = saves
     else:
         _add_down(parts, "t", rows, lora_a, seed, scale, dropout_p)
@@ -134,28 +135,32 @@ def _add_branch(parts: Parts, t: Tensor, factor: Tensor, base: Tensor) -> None:
         parts.include(_explain_linear_act.EXPLAINERS[linear_family.linear_residual](given, False))
 
 
-def _add_fused(
+def _add_one_launch(
     parts: Parts,
+    launch: str,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    down: Tensor,
-    up: Tensor,
-    scale: float,
+    adapter: tuple[Tensor, Tensor, float],
+    activation: int,
     t: Tensor,
     y: Tensor,
 ) -> bool:
     """One launch of everything, if there is a kernel for that."""
     _jit.load(family.FAMILY)
-    weight, down = weight.detach(), down.detach()
-    given = (x, weight, bias, *cuda.fused_arguments(down, up, scale))
-    text = torch.ops.fusedcuda.lora_product_plan(*given, multiprocessors())
+    lora_a, factor, scale = adapter
+    down, up, scale = cuda.fused_arguments(lora_a.detach(), factor, scale)
+    given = [x, weight.detach(), bias, down, up, scale]
+    if launch == "lora_decode":
+        given.append(activation)
+    text = getattr(torch.ops.fusedcuda, f"{launch}_plan")(*given, multiprocessors())
     if not text:
         return False
-    # A memset of its counters comes first.
-    plan = {"path": "lora_product", "kernels": 2, "copies": []} | json.loads(text)
-    line = "  t, and the product with the branch in it, in one launch"
-    parts.add(plan, [x, weight, bias, down, up, t, y], f"{line}: {plan['blocks']} blocks")
+    # lora_product: a memset of its counters comes first.
+    kernels = 2 if launch == "lora_product" else 1
+    plan = {"path": launch, "kernels": kernels, "copies": []} | json.loads(text)
+    line = f"  {launch}: t, and the product with the branch in it, in one launch"
+    parts.add(plan, [x, weight, bias, lora_a, up, t, y], f"{line}: {plan['blocks']} blocks")
     return True
 
 
@@ -204,8 +209,12 @@ def _describe_backward(
         parts.include(_explain_pointwise.EXPLAINERS[pointwise.bias_act](given, True))
     factor = cuda.padded(lora_a.detach(), t, dim=0)
     transposed = weight.detach().T
-    fits = cuda.can_be_fused(dz, lora_a.shape[0], seed, NONE)
-    if not (fits and _add_fused(parts, dz, transposed, None, lora_b.T, factor.T, scale, t, rows)):
+    launch = cuda.one_launch(dz, lora_a.shape[0], seed, NONE)
+    adapter = (lora_b.T, factor.T, scale)
+    in_one_launch = launch == "lora_product" and _add_one_launch(
+        parts, launch, dz, transposed, None, adapter, NONE, t, rows
+    )
+    if not in_one_launch:
         _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
         in_one = cuda.choose_path() in cuda.IN_ONE_PRODUCT and seed is None
         if not (in_one and _add_extended(parts, dz, transposed, None, t, factor.T, rows, NONE)):

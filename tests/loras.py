@@ -120,7 +120,8 @@ def check_lora(
 
     path = path or path_of(layer, activation, device)
     # One launch of everything rounds as one product does.
-    sums = Sums(layer, scale, activation, mask, dropout_p, "extended" if path == "fused" else path)
+    one_sum = path in _lora_cuda.IN_ONE_PRODUCT
+    sums = Sums(layer, scale, activation, mask, dropout_p, "extended" if one_sum else path)
     if dy is None:
         dy = torch.randn(*x.shape[:-1], layer.weight.shape[0], device=x.device).to(dtype)
         dy = sums.settled(dy)

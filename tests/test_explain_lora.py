@@ -94,6 +94,28 @@ def test_forward_with_the_branch_first(use):
     assert "finished" not in text
 
 
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_few_rows_in_one_launch(use, activation):
+    use("decode")
+    x, weight, lora_a, lora_b, scale = operands(m=16)
+    with torch.no_grad():
+        explanation = explain(lora_linear, x, weight, lora_a, lora_b, scale, None, activation)
+    assert explanation.kernels == 1
+    output, t = 16 * 512 * 2, 16 * 16 * 2
+    expected = sum(tensor.nbytes for tensor in (x, weight, lora_a, lora_b)) + output + t
+    assert explanation.bytes_moved == expected
+    assert "lora_decode: t, and the product with the branch in it, in one launch" in str(
+        explanation
+    )
+    # With a gradient an activation is a kernel, since z is kept.
+    explanation = explain(lora_linear, x, weight, lora_a, lora_b, scale, None, activation)
+    assert explanation.kernels == (1 if activation == "none" else 2)
+    # More rows, or ranks, than it takes.
+    for more in ({"m": 65}, {"m": 16, "rank": 72}):
+        text = str(explain(lora_linear, *operands(**more)))
+        assert "lora_decode" not in text
+
+
 def test_backward(use):
     use("apart")
     x, weight, lora_a, lora_b, scale = operands()

@@ -61,6 +61,27 @@ def test_up_equals_the_reference_to_the_last_bit(dtype, rank, transposed):
                 assert torch.equal(_ops.lora_up(*arguments), on_cpu("lora_up", *arguments))
 
 
+@pytest.mark.parametrize("rank", [1, 5, 16, 64])
+@pytest.mark.parametrize("m", [1, 7, 16, 32, 64])
+@every_half
+def test_decode_equals_the_reference_to_the_last_bit(dtype, m, rank):
+    """Few are not zero, so that sums are exact: rounded once, as the reference rounds."""
+
+    def sparse(*shape: int) -> Tensor:
+        return small(*shape, dtype=dtype) * (torch.rand(shape, device="cuda") < min(1, 24 / k))
+
+    for n, k in ((4096, 4096), (1000, 1032), (40, 14336), (133, 8), (30_000, 512)):
+        up = torch.zeros(n, -(-rank // 8) * 8, dtype=dtype, device="cuda")
+        up[:, :rank] = small(n, rank, dtype=dtype)
+        given = (sparse(m, k), sparse(n, k), small(n, dtype=dtype), sparse(rank, k), up, 0.5, 1)
+        assert _ops.lora_decode_plan(*given, 132)
+        poison("cuda", m * n * 2)
+        expected = _ops.lora_decode(*(a.cpu() if isinstance(a, Tensor) else a for a in given))
+        for _ in range(2):
+            for actual, wanted in zip(_ops.lora_decode(*given), expected, strict=True):
+                assert torch.equal(actual.cpu(), wanted)
+
+
 def test_masks_are_those_of_the_cpu():
     seed = torch.tensor([2**62 + 17], device="cuda")
     for dtype in (torch.float64, torch.float32, *HALVES):
@@ -122,6 +143,34 @@ def captured(function) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     with torch.cuda.graph(graph):
         results = function()
     return graph, results
+
+
+@pytest.fixture
+def decode():
+    """Layers of few rows are one launch."""
+    before = _ops.lora_use("decode")
+    yield
+    _ops.lora_use(before)
+
+
+@pytest.mark.usefixtures("decode")
+def test_graph_capture_of_one_launch():
+    test_graph_capture(16)
+
+
+@pytest.mark.usefixtures("decode")
+def test_one_launch_follows_what_its_input_comes_from():
+    """It may start before the kernel ahead of it has ended, and the next one before it has."""
+    layer = random_layer(16, n=4096, k=4096, rank=16, dtype=BF16, device="cuda")
+    x, weight, bias, lora_a, lora_b = layer
+    first = fusedcuda.lora_linear(x, weight, lora_a, lora_b, 0.5, bias)
+    expected = fusedcuda.lora_linear(first, weight, lora_a, lora_b, 0.5, bias)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        y = x
+        for _ in range(2):
+            y = fusedcuda.lora_linear(y, weight, lora_a, lora_b, 0.5, bias)
+        assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("m", [16, 500])

@@ -161,3 +161,78 @@ def test_operands_of_one_launch_that_do_not_go_together():
     ):
         with pytest.raises(RuntimeError, match=f"lora_product: {message}"):
             product(300, 136, 72, 16, **fields)
+
+
+# ---- lora_decode ---------------------------------------------------------------------------------
+
+
+def decode(m: int, n: int, k: int, rank: int, dtype: torch.dtype = BF16, **fields: Any) -> str:
+    """The plan's text; the operands may be given otherwise."""
+    given = {
+        "x": empty(m, k, dtype=dtype),
+        "weight": empty(n, k, dtype=dtype),
+        "bias": None,
+        "down": empty(rank, k, dtype=dtype),
+        "up": empty(n, -(-rank // 8) * 8, dtype=dtype),
+    }
+    return _ops.lora_decode_plan(*(given | fields).values(), 2.0, 0, H200_SMS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cluster", "blocks", "tiles", "k_groups"),
+    [
+        # Two blocks of each SM that has a place in a cluster; a tile of 16 rows for each warp.
+        ((16, 4096, 4096), 8, 256, 8, 1),
+        ((1, 4096, 4096), 8, 256, 8, 1),
+        # Fewer rows of the weight than warps: these share the columns of a tile.
+        ((16, 1024, 4096), 8, 256, 2, 4),
+        # More: seven rounds of four tiles instead of four of eight, the last of which has four.
+        ((16, 14336, 4096), 8, 256, 28, 2),
+        # Few columns: fewer blocks share them.
+        ((16, 4096, 1024), 2, 256, 2, 4),
+        ((16, 4096, 256), 1, 256, 1, 2),
+        # One block on an SM: the most rows of x, and their sums in fewer parts.
+        ((64, 4096, 4096), 8, 120, 18, 1),
+    ],
+    ids=str,
+)
+def test_few_rows_fill_the_card(shape, cluster, blocks, tiles, k_groups):
+    plan = json.loads(decode(*shape, 16))
+    found = [plan[name] for name in ("cluster", "blocks", "tiles", "k_groups")]
+    assert found == [cluster, blocks, tiles, k_groups]
+    assert plan["tiles_at_a_time"] >= tiles
+    assert plan["shared_bytes"] <= (227 << 10 if shape[0] > 32 else 113 << 10)
+
+
+def test_long_rows_are_added_up_a_few_tiles_at_a_time():
+    plan = json.loads(decode(16, 128256, 4096, 16))
+    assert plan["tiles"] == 251
+    assert plan["tiles_at_a_time"] == 9 * 8
+
+
+def test_where_few_rows_are_one_launch():
+    for m in (1, 64):
+        for rank in (1, 8, 9, 64):
+            assert decode(m, 136, 72, rank)
+    assert decode(5, 133, 72, 16, torch.float16, bias=empty(133, dtype=torch.float16))
+    for without in (
+        decode(65, 136, 72, 16),
+        decode(5, 136, 72, 65),
+        decode(5, 136, 68, 16),
+        decode(5, 136, 72, 16, torch.float32),
+        decode(5, 136, 72, 16, weight=layouts.transposed(empty(136, 72)), up=empty(16, 136).T),
+        decode(5, 136, 72, 16, down=layouts.shifted(empty(16, 72), 1)),
+        decode(5, 136, 72, 16, up=layouts.shifted(empty(136, 16), 1)),
+        decode(5, 136, 72, 16, bias=empty(272)[::2]),
+        decode(64, 4096, 65536, 64),  # x does not fit into the shared memory of a cluster
+    ):
+        assert without == ""
+
+
+def test_operands_of_few_rows_that_do_not_go_together():
+    with pytest.raises(RuntimeError, match=r"lora_decode: up must have shape \(136, 16\)"):
+        decode(5, 136, 72, 16, up=empty(136, 8))
+    with pytest.raises(RuntimeError, match="lora_decode: activation must be a code"):
+        _ops.lora_decode_plan(
+            empty(5, 72), empty(136, 72), None, empty(8, 72), empty(136, 8), 1.0, 99, H200_SMS
+        )

@@ -60,6 +60,20 @@ def test_a_lora_layer_in_one_launch(rank, rows):
     on_both(lambda *given: torch.cat(product(*given), dim=1), *arguments)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 33])
+@pytest.mark.parametrize("rank", [5, 40])
+def test_a_lora_layer_of_few_rows_in_one_launch(rank, rows):
+    """Clusters of 1, 4 and 8 blocks; rows and columns that end inside a tile."""
+    decode = torch.ops.fusedcuda.lora_decode
+    for n, k in ((40, 72), (1000, 2056), (133, 4104)):
+        x, weight, down = (new(m, k, dtype=torch.bfloat16) for m in (rows, n, rank))
+        up = new(n, pitch_of(rank), dtype=torch.bfloat16)
+        up[:, rank:] = 0
+        arguments = (x / 4, weight, new(n, dtype=torch.bfloat16), down, up / 4, 0.5, 1)
+        on_both(lambda *given: torch.cat(decode(*given), dim=1), *arguments)
+
+
 # ---- Gated MLP -----------------------------------------------------------------------------------
 
 

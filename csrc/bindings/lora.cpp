@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../kernels/lora_config.h"
+#include "lora_decode.h"
 #include "lora_product.h"
 #include "row_call.h"
 
@@ -25,8 +26,6 @@ inline std::string json_members(const LoraConfig& config) {
 }
 
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 std::string shape_of(const View& view) { return shape_string(view.sizes, view.dim); }
 
@@ -243,12 +242,14 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("lora_up", TORCH_BOX(&lora_up));
   m.impl("lora_dropout", TORCH_BOX(&lora_dropout));
   m.impl("lora_product", TORCH_BOX(&lora_product));
+  m.impl("lora_decode", TORCH_BOX(&lora_decode));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
   m.impl("lora_down_plan", TORCH_BOX(&lora_down_plan));
   m.impl("lora_up_plan", TORCH_BOX(&lora_up_plan));
   m.impl("lora_product_plan", TORCH_BOX(&lora_product_plan));
+  m.impl("lora_decode_plan", TORCH_BOX(&lora_decode_plan));
 }
 
 }  // namespace fusedcuda

@@ -10,8 +10,8 @@
 // 50 KB or more of them in flight on an SM, and warps multiply there with mma.sync. Up to 64 ranks
 // are one pass over x, more are one for each 64.
 //
-// For up to 16 ranks t can be made beside the product that needs it (lora_product.cuh): where that
-// path is forced, since it is slower.
+// Two more ways make t beside the product that needs it, in one launch: of many rows and up to 16
+// ranks lora_product.cuh, of up to 64 rows lora_decode.cuh.
 //
 // Dropout is a function of the seed and the place of an element (philox.cuh): 10 instructions an
 // element that hide behind the copies, and no mask in memory.
@@ -23,6 +23,7 @@
 #include "common/row_launch.cuh"
 #include "common/sum_partials.cuh"
 #include "lora.h"
+#include "lora_decode.cuh"
 #include "lora_down.cuh"
 #include "lora_product.cuh"
 #include "lora_up.cuh"
@@ -135,6 +136,18 @@ cudaError_t lora_device_traits(DeviceTraits* traits) {
 cudaError_t lora_product_device_traits(DeviceTraits* traits) {
   const cudaError_t status = describe_device(lora_product::kAnyKernel, traits);
   return status == cudaSuccess ? gemm::describe_products(lora_product::kAnyKernel, traits) : status;
+}
+
+cudaError_t lora_decode_device_traits(DeviceTraits* traits) {
+  const cudaError_t status = lora_device_traits(traits);
+  return status == cudaSuccess ? lora_decode_detail::describe_clusters(traits) : status;
+}
+
+cudaError_t launch_lora_decode(const LoraProductParams& params, const LoraDecodeConfig& config,
+                               cudaStream_t stream) {
+  return lora::with_half_type(params.linear.dtype, [&](auto type) {
+    return lora_decode_detail::run<typename decltype(type)::type>(params, config, stream);
+  });
 }
 
 cudaError_t launch_lora_product(const LoraProductParams& params, const GemmConfig& config,

@@ -67,14 +67,14 @@ struct LoraDropoutParams {
   void* output = nullptr;  // [rows, columns], contiguous
 };
 
-// A linear layer without an activation and its adapter in one launch, on Hopper: `linear` with
-// extra_a = t, which it makes, and extra_b = up.
+// A linear layer and its adapter in one launch: `linear` with extra_a = t, which it makes, and
+// extra_b = up. lora_product is for many rows, without an activation; lora_decode for few.
 struct LoraProductParams {
   LinearActParams linear;
   int rank = 0;
   GemmFactor down;  // rank x k, stored row by row
   float scale = 1;
-  unsigned* counters = nullptr;  // lora_product_counters() of them, zero
+  unsigned* counters = nullptr;  // lora_product_counters() of them, zero; for lora_product
 };
 
 // One launch of a product, as lora_config.h chooses it and the plans print it. What is multiplied
@@ -110,8 +110,14 @@ cudaError_t launch_lora_dropout(const LoraDropoutParams& params, const DeviceTra
 cudaError_t launch_lora_product(const LoraProductParams& params, const GemmConfig& config,
                                 cudaStream_t stream);
 
-// What the choosers need to know about the current device: of the skinny products, and of that.
+// Of what lora_decode_can_run() accepts (lora_decode_config.h).
+struct LoraDecodeConfig;
+cudaError_t launch_lora_decode(const LoraProductParams& params, const LoraDecodeConfig& config,
+                               cudaStream_t stream);
+
+// What the choosers need to know about the current device: of the skinny products, and of these.
 cudaError_t lora_device_traits(DeviceTraits* traits);
 cudaError_t lora_product_device_traits(DeviceTraits* traits);
+cudaError_t lora_decode_device_traits(DeviceTraits* traits);
 
 }  // namespace fusedcuda

@@ -107,15 +107,17 @@ def lora_linear_backward(
 # --------------------------------------------------------------------------------------------------
 
 # How the branch comes to the linear:
+#   decode: all of it, t included, is one launch for few rows (lora_decode); extended where that has
+#     no kernel. Only where it is forced: it has not been measured yet
 #   fused: all of it, t included, is one launch (lora_product); extended where that has no kernel.
-#     Only where it is forced: t is not there when the first tiles need it (H200, 8192 x 4096 x 4096
-#     bf16, 16 ranks, 491 us; extended 433; bench/results/h200/lora_notes.md)
+#     Only where it is forced: not measured since its products are asynchronous
+#     (bench/results/h200/lora_notes.md)
 #   extended: in the same product, as more of what is added up (linear_act_extended); apart where
 #     that has no kernel, or a slower one
 #   apart: added to the finished product (two more passes over the output)
 #   residual: made first, and added where the product is rounded (one write, one read)
-PATHS = ("auto", "fused", "extended", "apart", "residual")
-IN_ONE_PRODUCT = ("fused", "extended")
+PATHS = ("auto", "decode", "fused", "extended", "apart", "residual")
+IN_ONE_PRODUCT = ("decode", "fused", "extended")
 _path = PathChoice("lora_use", PATHS)
 use = _path.use
 
@@ -139,9 +141,13 @@ def _layer(
 ) -> list[Tensor]:
     """``[act(z), t]``, or ``[act(z), t, z]`` with ``saves``."""
     rows = as_matrix(x)
-    if can_be_fused(rows, lora_a.shape[0], seed, NONE if saves else activation):
-        up = padded(lora_b, x, dim=1)
-        found = _ops.lora_product.default(rows, weight, bias, *fused_arguments(lora_a, up, scale))
+    in_launch = NONE if saves else activation
+    if launch := one_launch(rows, lora_a.shape[0], seed, in_launch):
+        adapter = fused_arguments(lora_a, padded(lora_b, x, dim=1), scale)
+        if launch == "lora_decode":
+            found = _ops.lora_decode.default(rows, weight, bias, *adapter, in_launch)
+        else:
+            found = _ops.lora_product.default(rows, weight, bias, *adapter)
         if found:
             z, t = found
             z = z.view(*x.shape[:-1], weight.shape[0])
@@ -160,23 +166,30 @@ def _fused_dx(
     scale: float,
 ) -> list[Tensor]:
     """``[dz @ weight + dt @ lora_a, dt]`` of a matrix, or ``[]``."""
-    if not can_be_fused(dz, lora_a.shape[0], seed, NONE):
+    if one_launch(dz, lora_a.shape[0], seed, NONE) != "lora_product":
         return []
     up = padded(lora_a, dz, dim=0).T
     return _ops.lora_product.default(dz, weight.T, None, *fused_arguments(lora_b.T, up, scale))
 
 
-FUSED_RANKS = 16  # that its warps have sums for
+PRODUCT_RANKS = 16  # that its warps have sums for
+DECODE_ROWS, DECODE_RANKS = 64, 64  # likewise
 
 
-def can_be_fused(x: Tensor, rank: int, seed: Tensor | None, activation: int) -> bool:
-    """Whether the path that makes ``t`` as well is tried, of a matrix ``x``."""
-    fits = has_kernel(x.dtype) and rank <= FUSED_RANKS and seed is None and activation == NONE
-    return choose_path() == "fused" and fits
+def one_launch(x: Tensor, rank: int, seed: Tensor | None, activation: int) -> str | None:
+    """The operator that is tried to make ``t`` as well, of a matrix ``x``."""
+    if seed is not None or not has_kernel(x.dtype):
+        return None
+    path = choose_path()
+    if path == "decode" and x.shape[0] <= DECODE_ROWS and rank <= DECODE_RANKS:
+        return "lora_decode"
+    if path == "fused" and rank <= PRODUCT_RANKS and activation == NONE:
+        return "lora_product"
+    return None
 
 
 def fused_arguments(down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
-    """The last arguments of ``lora_product``: ranks in rows of the dtype of ``up``."""
+    """``down``, ``up`` and ``scale`` of one launch: ranks in rows of the dtype of ``up``."""
     return down.to(up.dtype).contiguous(), up, scale
 
 

@@ -181,9 +181,20 @@ def lora_product(
     up: Tensor,
     scale: float,
 ) -> list[Tensor]:
-    lora_product_fake(x, weight, bias, down, up, scale)
+    return lora_decode(x, weight, bias, down, up, scale, NONE)
+
+
+def lora_decode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+    activation: int,
+) -> list[Tensor]:
     t = lora_down(x, down, None, scale, 0.0)
-    return [*linear_act_extended(x, weight, bias, t, up, NONE), t]
+    return [*linear_act_extended(x, weight, bias, t, up, activation), t]
 
 
 def pitch_of(rank: int) -> int:
@@ -301,8 +312,20 @@ def lora_product_fake(
     up: Tensor,
     scale: float,
 ) -> list[Tensor]:
+    return lora_decode_fake(x, weight, bias, down, up, scale, NONE)
+
+
+def lora_decode_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+    activation: int,
+) -> list[Tensor]:
     t = lora_down_fake(x, down, None, scale, 0.0)
-    return [*linear_act_extended_fake(x, weight, bias, t, up, NONE), t]
+    return [*linear_act_extended_fake(x, weight, bias, t, up, activation), t]
 
 
 def lora_dropout_fake(x: Tensor, seed: Tensor, dropout_p: float) -> Tensor:

@@ -232,6 +232,12 @@ _define(
     "-> Tensor[]",
     5,
 )
+# The same with an activation, for few rows.
+_define(
+    "lora_decode(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float scale, "
+    "int activation) -> Tensor[]",
+    5,
+)
 
 # Host only. How the branch is added to the linear: returns what was chosen before.
 define_host("lora_use(str path) -> str", cuda.use)
@@ -247,6 +253,10 @@ define_host(
 define_host(
     "lora_product_plan(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float scale, "
     "int num_sms) -> str"
+)
+define_host(
+    "lora_decode_plan(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float scale, "
+    "int activation, int num_sms) -> str"
 )
 
 _LORA_LINEAR = Operator(

@@ -24,6 +24,8 @@ class Kernel:
     loads_128: int = 0  # LDG, and LDGSTS, which copies to shared memory
     stores_128: int = 0
     products: int = 0  # of 16-bit types on tensor cores: HMMA, HGMMA
+    hopper_products: int = 0  # of those, HGMMA: Hopper's own
+    hopper_groups: int = 0  # of those, as many as are started together
     products_from_registers: int = 0  # of those, HGMMA whose first factor is in registers
     overwritten: int = 0  # instructions that write to such a factor while the product runs
     bulk_copies: int = 0  # UBLKCP, of the copy engine
@@ -50,6 +52,8 @@ def kernels(binary: Path, arch: str = "sm_90a") -> list[Kernel]:
             kernel.loads_128 += len(re.findall(r"\bLDG(?:STS)?\.E(?:\.\w+)*\.128\b", code))
             kernel.stores_128 += len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code))
             kernel.products += len(re.findall(r"\bH(?:G)?MMA\b", code))
+            kernel.hopper_products += len(re.findall(r"\bHGMMA\b", code))
+            kernel.hopper_groups += len(re.findall(r"\bHGMMA\b[^;]*\bgsb0\b", code))
             from_registers, overwritten = factors_in_registers(code)
             kernel.products_from_registers += from_registers
             kernel.overwritten += overwritten

@@ -39,6 +39,17 @@ def test_nothing_overwrites_what_a_product_still_reads(extension: Path) -> None:
     assert [k.name for k in kernels if k.overwritten] == []
 
 
+def test_products_are_started_together(extension: Path) -> None:
+    """Where a kernel calls a function, if only to fail, the compiler waits for each (C7510)."""
+    kernels = [k for k in sass.kernels(extension) if k.hopper_products > 0]
+    assert {k.function for k in kernels} >= {
+        "gated_product_kernel_sm90",
+        "linear_act_kernel_sm90",
+        "lora_product_kernel_sm90",
+    }
+    assert [k.name for k in kernels if k.hopper_groups * 4 > k.hopper_products] == []
+
+
 COPIES = """
         /*14d0*/               @P3 R2UR UR9, R21 ;
         /*1520*/                   UBLKCP.S.G [UR8], [UR6], UR4 ;   /* 0x040005 */

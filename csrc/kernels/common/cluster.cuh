@@ -63,6 +63,16 @@ __device__ __forceinline__ void cluster_arrive() {
 #endif
 }
 
+// The same where a thread has nothing to show yet: it has only started, or has initialized
+// barriers and told so (ClusterMailbox). It does not wait for what it has read or written.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if defined(FUSEDCUDA_EMULATION)
+  ::emulation::cluster_arrive();
+#elif !defined(FUSEDCUDA_NO_CLUSTERS)
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void cluster_wait() {
 #if defined(FUSEDCUDA_EMULATION)
   ::emulation::cluster_wait();
