@@ -17,7 +17,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "eight rows of the head": {"kBceRows = 4;": "kBceRows = 8;"},
     "more blocks of the head": {"kBceBlocksOfSm = 3;": "kBceBlocksOfSm = 4;"},
 }
-BATCH = 65536
+BATCH, TABLE_ROWS = 65536, 260_000
 
 
 def interactions(columns: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
@@ -32,6 +32,19 @@ def interactions(columns: int, dtype: torch.dtype) -> dict[str, Callable[[], obj
     }
 
 
+def lookups(columns: int) -> dict[str, Callable[[], object]]:
+    raw = torch.ops.fusedcuda
+    width = -(-(columns + 351) // 8) * 8
+    dense, weight, grad = new(BATCH, columns), new(TABLE_ROWS, columns), new(BATCH, width)
+    indices = torch.randint(TABLE_ROWS, (BATCH, 26), device=weight.device)
+    operands = (dense, weight, indices, False)
+    name = f"27x{columns} rows of a table"
+    return {
+        name: lambda: raw.embedding_interaction(*operands, width),
+        f"{name} bwd": lambda: raw.embedding_interaction_backward(grad, *operands, 3),
+    }
+
+
 def cases() -> dict[str, Callable[[], object]]:
     """The interactions of the published models, and MLPerf's head."""
     raw = torch.ops.fusedcuda
@@ -43,6 +56,8 @@ def cases() -> dict[str, Callable[[], object]]:
         **interactions(64, torch.bfloat16),
         **interactions(16, torch.bfloat16),
         **interactions(128, torch.float32),
+        **lookups(128),
+        **lookups(16),
         "head": lambda: raw.linear_sigmoid_bce_forward(x, weight, bias, target, 1.0, 1),
         "head bwd": lambda: raw.linear_sigmoid_bce_backward(one, x, weight, values, 7, 1),
     }

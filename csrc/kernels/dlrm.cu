@@ -6,9 +6,9 @@
 // the gradients written once. The products themselves are small: tensor cores do them on the way.
 // - dlrm_interaction.cuh: 16-bit types, a warp a sample, many warps at a time;
 // - dlrm_interaction_threads.cuh: float32 and float64, a block a sample;
-// - dlrm_lookup.cuh: vectors that are rows of a table, which either kernel reads where they are: of
-//   27 x 16 a read of what was looked up and its write before that, 2 x 832 bytes a sample, become
-//   the rows and 208 bytes of indices.
+// - dlrm_lookup.cuh: vectors that are rows of a table, which either kernel reads where they are. So
+//   what was looked up is neither written nor read again: of 27 x 16, 2 x 832 bytes a sample beside
+//   the 1808 that are moved (rows, indices, the dense vector, and the output).
 //
 // Head: a linear layer of one output with sigmoid and binary cross-entropy (dlrm_head.cuh). x is
 // read once forward, and once backward, where its gradient is written.
