@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from linears import RoundedGradient, exact, in_roundings, slope, weights
 from loras import spread
-from reference import ACTIVATIONS, check_function, rounded, ulp
+from reference import ACTIVATIONS, check_function, poison, rounded, ulp
 from torch import Tensor
 
 import fusedcuda
@@ -160,6 +160,7 @@ def ways_of(
     for path in cuda.candidates(rows, w_gate.shape[0], packed, saves):
         found = {
             "decode": lambda: _ops.gated_mlp_decode(rows, w_gate, w_up, w_down, code),
+            "few": lambda: _ops.gated_mlp_few(rows, w_gate, w_up, w_down, code),
             "fused": lambda: _ops.gated_product(rows, w_gate, w_up, code, saves),
         }.get(path, lambda: True)()
         if found:
@@ -194,7 +195,7 @@ class _Sums:
         flips = ulp(torch.maximum(self.h.abs(), of_rounded.abs()), self.dtype)
         self.moves_h = (of_rounded - self.h).abs() + flips
         self.moves_kept_h = self.moves_h
-        if path in ("decode", "fused"):
+        if path in ("decode", "few", "fused"):
             self.moves_h = flips
         if not recompute:
             self.moves_kept_h = self.moves_h
@@ -233,3 +234,57 @@ class _Sums:
 
     def _excused(self, error: Tensor) -> Tensor:
         return in_roundings(error, self.dtype)
+
+
+# ---- Few rows: raw operators on CUDA -------------------------------------------------------------
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def inference_operands(
+    m: int, k: int, f: int, n: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Operands:
+    """x, the two halves of one weight, w_down. What gate and up add up to is exact in float32."""
+    w = weights(2 * f, k, dtype=dtype, device="cuda")
+    w_down = weights(k if n is None else n, f, dtype=dtype, device="cuda")
+    return exact(m, k, dtype=dtype, device="cuda"), w[:f], w[f:], w_down
+
+
+def inference(op: str, *given: Tensor, activation: int) -> Tensor:
+    found = getattr(_ops, op)(*given, activation)
+    assert len(found) == 1, "there is no kernel"
+    return found[0]
+
+
+def check_inference(op: str, *given: Tensor, activation: str = "silu") -> None:
+    """`check_function` of a raw operator. h is rounded in the middle."""
+    x, w_gate, w_up, w_down = given
+    poison("cuda", 2 * x.shape[0] * w_down.shape[1], 2 * x.shape[0] * w_down.shape[0])
+    y = inference(op, *given, activation=CODES[activation])
+    assert y.is_contiguous()
+    act = ACTIVATIONS[activation]
+
+    def eager(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        return F.linear(act(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
+
+    def hidden(x: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
+        return rounded(act(F.linear(x, w_gate)) * F.linear(x, w_up), y.dtype)
+
+    def reference(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        return F.linear(hidden(x, w_gate, w_up), w_down)
+
+    # h is rounded from float32, once in a while the other way than from float64.
+    h = hidden(*(t.double() for t in (x, w_gate, w_up))).abs()
+    absolute = w_down.double().abs()
+    flips = spread(ulp(h, y.dtype), absolute)
+    magnitude = h @ absolute.mT + in_roundings(flips, y.dtype)
+    named = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    check_function(
+        op,
+        lambda *_: y,
+        eager,
+        named,
+        reference=reference,
+        wrt=(),
+        magnitudes={"output 0": magnitude},
+    )

@@ -6,10 +6,10 @@ import layouts
 import pytest
 import torch
 import torch.nn.functional as F
+from gated_mlps import Operands, check_inference, inference
+from gated_mlps import inference_operands as operands
 from launches import need_hopper, no_waiting
-from linears import exact, in_roundings, weights
-from loras import spread
-from reference import ACTIVATIONS, check_function, poison, rounded, ulp
+from reference import ACTIVATIONS
 from torch import Tensor
 
 from fusedcuda.ops._activations import ACTIVATIONS as CODES
@@ -20,7 +20,6 @@ HALVES = (torch.float16, BF16)
 SILU = CODES["silu"]
 pytestmark = pytest.mark.gpu
 every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
-Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,50 +27,12 @@ def hopper() -> None:
     need_hopper("gated_mlp")
 
 
-def operands(m: int, k: int, f: int, n: int | None = None, dtype: torch.dtype = BF16) -> Operands:
-    """x, the two halves of one weight, w_down. What gate and up add up to is exact in float32."""
-    w = weights(2 * f, k, dtype=dtype, device="cuda")
-    w_down = weights(k if n is None else n, f, dtype=dtype, device="cuda")
-    return exact(m, k, dtype=dtype, device="cuda"), w[:f], w[f:], w_down
-
-
 def decode(*given: Tensor, activation: int = SILU) -> Tensor:
-    found = ops.gated_mlp_decode(*given, activation)
-    assert len(found) == 1, "there is no kernel"
-    return found[0]
+    return inference("gated_mlp_decode", *given, activation=activation)
 
 
 def check(*given: Tensor, activation: str = "silu") -> None:
-    x, w_gate, w_up, w_down = given
-    poison("cuda", 2 * x.shape[0] * w_down.shape[1], 2 * x.shape[0] * w_down.shape[0])
-    y = decode(*given, activation=CODES[activation])
-    assert y.is_contiguous()
-    act = ACTIVATIONS[activation]
-
-    def eager(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-        return F.linear(act(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
-
-    def hidden(x: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
-        return rounded(act(F.linear(x, w_gate)) * F.linear(x, w_up), y.dtype)
-
-    def reference(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-        return F.linear(hidden(x, w_gate, w_up), w_down)
-
-    # h is rounded from float32, once in a while the other way than from float64.
-    h = hidden(*(t.double() for t in (x, w_gate, w_up))).abs()
-    absolute = w_down.double().abs()
-    flips = spread(ulp(h, y.dtype), absolute)
-    magnitude = h @ absolute.mT + in_roundings(flips, y.dtype)
-    named = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    check_function(
-        "gated_mlp_decode",
-        lambda *_: y,
-        eager,
-        named,
-        reference=reference,
-        wrt=(),
-        magnitudes={"output 0": magnitude},
-    )
+    check_inference("gated_mlp_decode", *given, activation=activation)
 
 
 # ---- Values --------------------------------------------------------------------------------------
@@ -154,7 +115,11 @@ def test_what_there_is_no_kernel_for():
 
 def test_launches_in_a_row_give_the_same_bits():
     """200 of them, of which each finds the counters as the first one did."""
-    for given in (operands(1, 1024, 3072), operands(16, 2048, 8192), operands(16, 4096, 14336)):
+    for given in (
+        operands(1, 1024, 3072),
+        operands(16, 2048, 8192),
+        operands(16, 4096, 14336),
+    ):
         first = decode(*given)
         results = [decode(*given) for _ in range(200)]
         assert all(torch.equal(y, first) for y in results)

@@ -93,7 +93,7 @@ void compare_clusters(const Lt& lt, int m, int n, int k, int rank, const DeviceT
        {}});
   for (int log2 = 0; log2 <= 3; ++log2) {
     linear.b = {weights[0], k, true};
-    const LoraDecodeConfig config = lora_decode_detail::choose(p, log2, device);
+    const FewRowsConfig config = few_rows::choose(lora_decode_detail::problem_of(p), log2, device);
     if (config.own_tiles == 0) continue;
     contenders.push_back({"clusters of " + std::to_string(1 << log2),
                           [=]() mutable { CHECK(launch_lora_decode(params(), config, nullptr)); },

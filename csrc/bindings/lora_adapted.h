@@ -1,5 +1,5 @@
-// A linear layer with its adapter in one launch for torch, what lora_product and lora_decode have in
-// common: checks, allocation. Schemas and references are in fusedcuda/ops/lora.py.
+// A linear layer with its adapter in one launch for torch, what lora_product and lora_decode have
+// in common: checks, allocation. Schemas and references are in fusedcuda/ops/lora.py.
 #pragma once
 
 #include <cstdio>

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../kernels/lora_decode_config.h"
+#include "few_rows_plan.h"
 #include "linear_act_call.h"
 #include "lora_adapted.h"
 
@@ -37,12 +38,8 @@ class LoraDecode : AdaptedLinear {
 
   // What run() launches, as JSON.
   std::string plan(const DeviceTraits& device) const {
-    const LoraDecodeConfig config = choose_lora_decode_config(params_, device);
-    return concat("{", json_members("lora_decode_kernel"), ", \"threads\": ", kLoraDecodeThreads,
-                  ", \"cluster\": ", config.cluster(), ", \"blocks\": ", config.blocks(),
-                  ", \"tiles\": ", config.tiles, ", \"tiles_at_a_time\": ", config.tiles_of_group,
-                  ", \"k_groups\": ", config.k_groups(), ", \"steps\": ", config.steps,
-                  ", \"shared_bytes\": ", config.shared_bytes, "}");
+    return concat("{", json_members("lora_decode_kernel"),
+                  few_rows_members(choose_lora_decode_config(params_, device)), "}");
   }
 };
 

@@ -140,10 +140,12 @@ cudaError_t lora_product_device_traits(DeviceTraits* traits) {
 
 cudaError_t lora_decode_device_traits(DeviceTraits* traits) {
   const cudaError_t status = lora_device_traits(traits);
-  return status == cudaSuccess ? lora_decode_detail::describe_clusters(traits) : status;
+  if (status != cudaSuccess) return status;
+  const auto kernel = lora_decode_detail::kernel_for<__nv_bfloat16>;
+  return few_rows::describe_clusters(kernel(1), kernel(4), traits);
 }
 
-cudaError_t launch_lora_decode(const LoraProductParams& params, const LoraDecodeConfig& config,
+cudaError_t launch_lora_decode(const LoraProductParams& params, const FewRowsConfig& config,
                                cudaStream_t stream) {
   return lora::with_half_type(params.linear.dtype, [&](auto type) {
     return lora_decode_detail::run<typename decltype(type)::type>(params, config, stream);

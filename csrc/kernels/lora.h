@@ -111,8 +111,8 @@ cudaError_t launch_lora_product(const LoraProductParams& params, const GemmConfi
                                 cudaStream_t stream);
 
 // Of what lora_decode_can_run() accepts (lora_decode_config.h).
-struct LoraDecodeConfig;
-cudaError_t launch_lora_decode(const LoraProductParams& params, const LoraDecodeConfig& config,
+struct FewRowsConfig;  // common/few_rows_config.h
+cudaError_t launch_lora_decode(const LoraProductParams& params, const FewRowsConfig& config,
                                cudaStream_t stream);
 
 // What the choosers need to know about the current device: of the skinny products, and of these.

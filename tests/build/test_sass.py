@@ -106,6 +106,18 @@ def test_the_products_of_an_adapter_are_copies_to_tensor_cores(kernels) -> None:
     assert max(k.registers for k in products) <= 128
 
 
+@pytest.mark.parametrize(
+    "function", ["lora_decode_kernel", "linear_few_kernel", "gated_few_kernel"]
+)
+def test_layers_of_few_rows_stream_their_weights_to_tensor_cores(kernels, function) -> None:
+    few = [k for k in kernels if k.function == function]
+    assert len(few) == 2 * 3  # types; 16, 32 and 64 rows
+    without = [k for k in few if not (k.products and k.loads_128)]
+    assert not without, "\n" + sass.table(without)
+    # Two blocks of 256 threads on an SM, and one for 64 rows.
+    assert sorted(k.registers > 128 for k in few) == [False] * 4 + [True] * 2
+
+
 def test_the_product_of_a_gated_mlp_is_one_loop_on_tensor_cores(kernels) -> None:
     products = [k for k in kernels if k.function == "gated_product_kernel_sm90"]
     assert len(products) == 2 * 2  # types; tiles

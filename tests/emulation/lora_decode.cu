@@ -41,9 +41,10 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
     params.rank = call->rank;
     params.down = {call->down, call->k, true};
     params.scale = call->scale;
-    const LoraDecodeConfig config =
-        call->cluster_log2 >= 0 ? lora_decode_detail::choose(params, call->cluster_log2, device)
-                                : choose_lora_decode_config(params, device);
+    const FewRowsProblem problem = lora_decode_detail::problem_of(params);
+    const FewRowsConfig config = call->cluster_log2 >= 0
+                                     ? few_rows::choose(problem, call->cluster_log2, device)
+                                     : choose_lora_decode_config(params, device);
     call->chosen_cluster = config.cluster();
     call->clusters = config.clusters;
     call->tiles = config.tiles;
