@@ -1,9 +1,10 @@
 """The gradient of a bias beside products of cuBLASLt: summed where dz is made, on the GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from launches import captured
 from linears import exact, operands
 from reference import poison
 from torch import Tensor
@@ -88,18 +89,6 @@ def test_batches_of_weights(activation, dtype):
     _, *saved = ops.linear_act_forward(x, weight, bias, ACTIVATIONS[activation], False)
     dy = torch.randn(3, 300, 40, device="cuda").to(dtype)
     check([dy, x, weight, saved[0] if saved else None], activation)
-
-
-def captured(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = function()
-    return graph, outputs
 
 
 @EVERY_KIND

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from launches import captured
 from linears import check_linear, exact, operands, weights
 from reference import leaf, need_gpu_memory, poison
 from torch import Tensor
@@ -152,19 +153,6 @@ def test_runs_on_the_current_stream(activation):
         actual = run(late, dy, with_activation(activation))
     stream.synchronize()
     torch.testing.assert_close(actual, expected)
-
-
-def captured(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """The graph of what the function launches, and the tensors that a replay writes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = function()
-    return graph, outputs
 
 
 @EVERY_KIND

@@ -1,10 +1,9 @@
 """What linear_act, linear_residual and mlp refuse, with a message that says which op and what."""
 
-import re
-
 import pytest
 import torch
 from linears import operands
+from refusals import refuses
 from torch import Tensor
 
 import fusedcuda
@@ -34,12 +33,6 @@ def given(op: str, device: str, **wrong) -> list:
 
 def call(op: str, device: str, **wrong) -> Tensor:
     return getattr(fusedcuda, op)(*given(op, device, **wrong))
-
-
-def refuses(op: str, error: type[Exception] | tuple[type[Exception], ...], *mentions: str):
-    """The error of that type starts with the op's name and mentions these strings."""
-    pattern = f"^{op}: " + "".join(f"(?=.*{re.escape(word)})" for word in mentions)
-    return pytest.raises(error, match=re.compile(pattern, re.DOTALL))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from launches import captured
 from linears import exact
 from loras import check_lora, mask_of, random_layer
 from reference import leaf, poison
@@ -130,19 +131,6 @@ def leaves_of(m: int, n: int, k: int, rank: int) -> list[Tensor]:
         m, n=n, k=k, rank=rank, dtype=BF16, lora_dtype=torch.float32, device="cuda"
     )
     return [leaf(t) for t in layer]
-
-
-def captured(function) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
 
 
 @pytest.fixture

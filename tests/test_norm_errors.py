@@ -1,21 +1,14 @@
 """What rms_norm and layer_norm refuse, and that each message says which op, what and why."""
 
-import re
-
 import pytest
 import torch
 from norms import NORMS, RMS_NORM, Norm
 from reference import by_name
+from refusals import refuses
 
 import fusedcuda
 
 EVERY_NORM = pytest.mark.parametrize("norm", NORMS, ids=by_name)
-
-
-def refuses(name: str, error: type[Exception], *mentions: str):
-    """The error of that type starts with the op's name and mentions these strings."""
-    pattern = f"^{name}: " + "".join(f"(?=.*{re.escape(word)})" for word in mentions)
-    return pytest.raises(error, match=re.compile(pattern, re.DOTALL))
 
 
 def replaced(norm: Norm, name: str, value, device: str) -> list:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import exact_layer, integers
 from comparison import assert_exact
 from emulator import DTYPES, HERE, Library, address
 from torch import Tensor
@@ -72,10 +73,6 @@ def emulator(build_library: Callable[..., Path]) -> Emulator:
     return Emulator(build_library(HERE / "lora_decode.cu"))
 
 
-def integers(rows: int, columns: int, dtype: torch.dtype, kept: float = 1.0) -> Tensor:
-    return (torch.randint(-2, 3, (rows, columns)) * (torch.rand(rows, columns) < kept)).to(dtype)
-
-
 def check(
     emulator: Emulator,
     m: int,
@@ -86,12 +83,7 @@ def check(
     bias: bool = True,
     activation: str = "none",
 ) -> None:
-    sparse = min(1.0, 24 / k)
-    x, weight, down = (integers(r, k, dtype, sparse) for r in (m, n, rank))
-    up = torch.zeros(n, pitch_of(rank), dtype=dtype)
-    up[:, :rank] = integers(n, rank, dtype)
-    given = (x, weight, integers(1, n, dtype)[0] if bias else None, down, up, 0.5)
-    given = (*given, ACTIVATIONS[activation])
+    given = (*exact_layer(m, n, k, rank, dtype, bias), ACTIVATIONS[activation])
     y, t = emulator.lora_decode(*given)
     exact_y, exact_t = torch.ops.fusedcuda.lora_decode(*given)
     assert_exact("t", t, exact_t)
