@@ -148,6 +148,27 @@ def peers(activation: str, mode: str, is_slow: bool) -> dict[str, Provider]:
     return found | where_installed("quack", "quack", quack)
 
 
+MOST_FEW_ROWS = 64
+
+
+def few_rows(activation: str) -> Provider:
+    """By the kernel for few rows, which is taken only where it is asked for."""
+
+    def build() -> Function:
+        import fusedcuda
+
+        def layer(x, weight, bias):
+            before = torch.ops.fusedcuda.linear_act_use("few_rows")
+            try:
+                return fusedcuda.linear_act(x, weight, bias, activation)
+            finally:
+                torch.ops.fusedcuda.linear_act_use(before)
+
+        return layer
+
+    return Provider(build)
+
+
 # -- cases ----------------------------------------------------------------------------------------
 
 
@@ -163,6 +184,7 @@ def layer(
         reference=eager,
         providers={
             "fusedcuda": fusedcuda_op("linear_act", activation=activation),
+            **({"fusedcuda, few rows": few_rows(activation)} if shape[0] <= MOST_FEW_ROWS else {}),
             MATMUL: matmul_alone(mode),
             **peers(activation, mode, is_slow),
         },

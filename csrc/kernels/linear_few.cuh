@@ -9,6 +9,7 @@
 #include "common/convert.cuh"
 #include "common/few_rows.cuh"
 #include "linear_act.h"
+#include "linear_few_config.h"
 
 namespace fusedcuda {
 
@@ -100,12 +101,16 @@ inline X x_of(const LinearActParams& p) {
 }
 
 template <typename T>
+auto linear_kernel(int row_tiles) {
+  return row_tiles == 1   ? linear_few_kernel<T, 1>
+         : row_tiles == 2 ? linear_few_kernel<T, 2>
+                          : linear_few_kernel<T, 4>;
+}
+
+template <typename T>
 cudaError_t run_linear(const LinearActParams& p, const FewRowsConfig& c, cudaStream_t stream) {
-  const auto kernel = c.row_tiles == 1   ? linear_few_kernel<T, 1>
-                      : c.row_tiles == 2 ? linear_few_kernel<T, 2>
-                                         : linear_few_kernel<T, 4>;
-  return start(kernel, c, stream, p, x_of(p), c,
-               static_cast<int>(linear_problem(p.m, p.n, p.k).tiles));
+  return start(linear_kernel<T>(c.row_tiles), c, stream, p, x_of(p), c,
+               static_cast<int>(linear_few_problem(p).tiles));
 }
 
 }  // namespace few_rows

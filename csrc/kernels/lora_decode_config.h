@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/few_rows_config.h"
+#include "linear_few_config.h"
 #include "lora.h"
 
 namespace fusedcuda {
@@ -20,7 +20,7 @@ constexpr int rank_pitch(int rank) { return 16 * rank_tiles(rank) + 8; }
 
 // A linear layer whose tiles need their rows of `up` as well.
 inline FewRowsProblem problem_of(const LoraProductParams& p) {
-  FewRowsProblem problem = few_rows::linear_problem(p.linear.m, p.linear.n, p.linear.k);
+  FewRowsProblem problem = linear_few_problem(p.linear);
   problem.common_tiles = rank_tiles(p.rank);
   problem.bytes_of_own_tile += kFewRowsTile * rank_pitch(p.rank) * 2;
   return problem;
@@ -34,13 +34,14 @@ inline FewRowsConfig choose_lora_decode_config(const LoraProductParams& p,
 }
 
 inline bool lora_decode_can_run(const LoraProductParams& p, const DeviceTraits& device) {
-  const LinearActParams& l = p.linear;
+  LinearActParams linear = p.linear;
+  linear.extra_k = 0;  // the rank, which is another thing here
   auto fits = [&](const GemmFactor& f) {
-    return f.k_is_inner && gemm::can_be_boxed(f.data, f.stride, l.dtype);
+    return f.k_is_inner && gemm::can_be_boxed(f.data, f.stride, linear.dtype);
   };
-  return p.rank >= 1 && p.rank <= kLoraDecodeMostRank && l.saves == SavedForBackward::kNone &&
-         fits(l.a) && fits(l.b) && fits(p.down) && fits(l.extra_b) &&
-         few_rows::can_run(lora_decode_detail::problem_of(p), l.dtype, device);
+  return p.rank >= 1 && p.rank <= kLoraDecodeMostRank && fits(p.down) && fits(linear.extra_b) &&
+         linear_few_can_run(linear, device) &&
+         few_rows::can_run(lora_decode_detail::problem_of(p), linear.dtype, device);
 }
 
 }  // namespace fusedcuda
