@@ -90,7 +90,7 @@ DLRM = [
         dlrm.embedding_interaction(6, 16, mode, rows=40),
         dlrm.linear_sigmoid_bce(40, 24, mode),
     )
-]
+] + [dlrm.table_gradient(70, 16, rows=40)]
 LORA = [
     *(lora.lora_linear((6, 16, 24), mode, rank=5) for mode in (*MODES, "both")),
     lora.lora_down(6, 40, 5),
@@ -193,6 +193,7 @@ def test_other_bytes_of_rows():
         kernel = 2 * dense + read + indices + row + looked_up
         sums = looked_up + indices + 2 * rows * 16
         assert lookup("backward").traffic.bytes == kernel + sums
+        assert dlrm.table_gradient(6 * 26, 16, rows).traffic.bytes == sums
     x, weight = 2 * 40 * 24, 2 * 24
     assert dlrm.linear_sigmoid_bce(40, 24, "forward").traffic.bytes == x + weight + 3 * 4 * 40
     assert dlrm.linear_sigmoid_bce(40, 24, "backward").traffic.bytes == 2 * (x + weight) + 4 * 40
@@ -314,7 +315,7 @@ def test_a_replacement_that_does_not_occur_is_an_error(tmp_path):
 def test_the_calls_that_are_tuned_are_accepted(family, monkeypatch):
     module = import_module(f"bench.tuning.{family}_cases")
     small = {"ROW_ELEMENTS": 2**15, "ROW_LENGTHS": (8, 1024, 5000), "POSITIONS": 3,
-             "SHAPES": [(3, 10), (2, 7)], "BATCH": 5}  # fmt: skip
+             "SHAPES": [(3, 10), (2, 7)], "BATCH": 5, "FEW": (3, 40, 24)}  # fmt: skip
     for name, value in small.items():
         if hasattr(module, name):
             monkeypatch.setattr(module, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import torch
 
@@ -17,8 +18,22 @@ VARIANTS: dict[str, dict[str, str]] = {
     "8 KB of x a stage": {"8192 / config.rows_of_stage": "4096 / config.rows_of_stage"},
     "one block an SM of the sums": {"int64_t{2} * device.num_sms": "int64_t{1} * device.num_sms"},
     "ten rounds of Philox": {"kPhiloxRounds = 7;": "kPhiloxRounds = 10;"},
+    # Of few rows in one launch: how weights are read, and how many are under way.
+    "weights through L1": {
+        "return load_of_others(reinterpret_cast<const uint4*>(from));": (
+            "return *reinterpret_cast<const uint4*>(from);"
+        )
+    },
+    "two steps ahead": {"return row_tiles < 4 ? 4 : 8;": "return row_tiles < 4 ? 2 : 8;"},
+    "six steps ahead": {"return row_tiles < 4 ? 4 : 8;": "return row_tiles < 4 ? 6 : 8;"},
+    "one block on an SM, eight steps ahead": {
+        "return row_tiles < 4 ? 4 : 8;": "return 8;",
+        "return row_tiles < 4 ? 2 : 1;": "return 1;",
+    },
 }
 BATCH = 8192  # rows of x
+FEW = (16, 4096, 4096)  # rows, outputs and columns where all is one launch
+COPIES = 8  # of its weight: together they do not fit into the L2
 
 
 def products(k: int, rank: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
@@ -37,6 +52,12 @@ def products(k: int, rank: int, dtype: torch.dtype) -> dict[str, Callable[[], ob
     }
 
 
+def few_rows(m: int, n: int, k: int, rank: int) -> Callable[[], object]:
+    x, down, up = new(m, k), new(rank, k), new(n, rank)
+    weights = cycle([new(n, k) for _ in range(COPIES)])
+    return lambda: torch.ops.fusedcuda.lora_decode(x, next(weights), None, down, up, 1.0, 0)
+
+
 def cases() -> dict[str, Callable[[], object]]:
     raw = torch.ops.fusedcuda
     x, factor, few = new(BATCH, 4096), new(16, 4096), new(16, 4096)
@@ -48,5 +69,6 @@ def cases() -> dict[str, Callable[[], object]]:
         **products(14336, 16, torch.bfloat16),
         "t 4096 r16 dropout": lambda: raw.lora_down(x, factor, seed, 1.0, 0.1),
         "t 4096 r16, 16 rows": lambda: raw.lora_down(few, factor, None, 1.0, 0.0),
+        "few rows r16": few_rows(*FEW, 16),
         "dropout": lambda: raw.lora_dropout(x, seed, 0.1),
     }
