@@ -2,7 +2,8 @@
 
 Interactions are batch x vectors x elements of the published models: 27 vectors of 16 (kaggle), 64
 (terabyte) and 128 (MLPerf) elements. With the lookup, all but one of them are rows of a table, that
-of the case study. The head is batch x inputs.
+of the case study; the gradient of that table alone is indices x rows x elements. The head is batch
+x inputs.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ TARGETS: dict[str, tuple[Target, ...]] = {
     "dot_interaction 65536x27x16 bf16 forward": (faster("best", 1.0), faster("compile", 1.3)),
     "embedding_interaction 65536x27x16 bf16 forward": (faster("best", 1.0),),
     "embedding_interaction 65536x27x128 bf16 forward": (faster("best", 1.0),),
+    "embedding_dense_backward 1703936x260000x16 bf16 forward": (faster("best", 1.0),),
+    "embedding_dense_backward 1703936x260000x128 bf16 forward": (faster("best", 1.0),),
     "linear_sigmoid_bce 65536x256 bf16 forward": (faster("best", 1.0),),
     "linear_sigmoid_bce 65536x256 bf16 backward": (faster("best", 1.0),),
 }
@@ -165,6 +168,40 @@ def embedding_interaction(
     )  # fmt: skip
 
 
+# -- gradient of a table --------------------------------------------------------------------------
+
+
+def gradient_inputs(items: int, rows: int, columns: int) -> Callable[[torch.Generator], Tensors]:
+    draw = random([(items, columns)], BF16)
+
+    def indexed(generator: torch.Generator) -> Tensors:
+        indices = torch.randint(rows, (items,), generator=generator, device=generator.device)
+        return *draw(generator), indices
+
+    return indexed
+
+
+def table_gradient(items: int, columns: int, rows: int = TABLE_ROWS) -> Case:
+    """Of a table, from those of what was looked up in it. What a sort moves is not counted."""
+
+    def by_torch(grad: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.embedding_dense_backward(grad, indices, rows, -1, False)
+
+    def sorted_here(grad: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        import fusedcuda  # noqa: F401
+
+        result: torch.Tensor = torch.ops.fusedcuda.embedding_dense_backward(grad, indices, rows)
+        return result
+
+    a_row, indices = (items, columns), (items, BYTES_OF_INT64 // BF16.itemsize)
+    return new_case(
+        "embedding_dense_backward", "", (items, rows, columns), BF16,
+        traffic=traffic(BF16, read=[a_row, indices], write=[(rows, columns)]),
+        make_inputs=gradient_inputs(items, rows, columns), reference=by_torch,
+        providers={"fusedcuda": Provider(lambda: sorted_here), **torch_providers(by_torch)},
+    )  # fmt: skip
+
+
 # -- head -----------------------------------------------------------------------------------------
 
 
@@ -225,6 +262,7 @@ def build_cases() -> list[Case]:
         *(dot_interaction(65536, 16, mode) for mode in MODES),
         *(embedding_interaction(65536, 16, mode) for mode in MODES),
         *(embedding_interaction(65536, 128, mode) for mode in MODES),
+        *(table_gradient(65536 * 26, columns) for columns in (16, 128)),
         *(linear_sigmoid_bce(65536, 256, mode) for mode in MODES),
         *host_cases(
             "dot_interaction", small, interaction_traffic(*small, "forward"),

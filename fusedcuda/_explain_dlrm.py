@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._explanation import Explainers, Explanation, ask, multiprocessors
@@ -58,16 +59,46 @@ def _explain_lookup(arguments: dict[str, Any], backward: bool) -> Explanation:
     lines = [*_describe_interaction(plan, dense, backward), *_describe_lookup(plan, indices)]
     launches = [plan]
     if backward:
-        # The gradients of dense and of the rows, which with the indices become that of the table.
-        moved += vectors + 2 * looked_up + _bytes_of(indices) + _bytes_of(weight)
-        launches.append(
-            {"op": "embedding_dense_backward", "path": "torch", "kernels": 1, "copies": []}
-        )
-        lines.append(
-            f"  gradient of weight: {indices.numel()} rows added up in an order that is fixed, by "
-            "torch, which sorts the indices (counted as 1 kernel)"
-        )
+        table_plan, bytes_of_sum, line = _explain_table_gradient(dense, weight, indices)
+        launches.append(table_plan)
+        moved += vectors + looked_up + bytes_of_sum
+        lines.append(line)
     return Explanation(op, tuple(launches), moved, tuple(lines))
+
+
+def _explain_table_gradient(
+    dense: Tensor, weight: Tensor, indices: Tensor
+) -> tuple[dict[str, Any], int, str]:
+    """What sums up the gradients of the rows: its plan, the bytes that it moves, and a line."""
+    columns = dense.shape[1]
+    # Stand for those on the device, of which only the layout matters.
+    grad = torch.empty(*indices.shape, columns, dtype=dense.dtype, device="meta")
+    given = torch.empty_strided(indices.shape, indices.stride(), dtype=indices.dtype, device="meta")
+    rows = weight.shape[0]
+    name = "embedding_dense_backward_plan"
+    plan = ask(dlrm.FAMILY, grad, given, rows, multiprocessors(), plan=name)
+    plan["kernels"] = plan["launches"] + len(plan["copies"])
+    moved = _bytes_of(grad) + _bytes_of(weight)
+    line = f"  gradient of weight: {indices.numel()} rows added up in an order that is fixed"
+    if plan["path"] == "torch":
+        plan["kernels"] = 1
+        why = "there are more of them, or a larger table, than 32-bit numbers count"
+        return plan, moved + _bytes_of(indices), f"{line}, by torch's operator: {why}"
+    if plan["path"] != "sorted":
+        return plan, moved, "  gradient of weight: zeros, as there are no indices"
+    # Each pass reads the items twice and writes them once, and the sum reads them once more.
+    passes = plan["passes"]
+    item = 8
+    moved += 2 * _bytes_of(indices) + indices.numel() * item * (2 * (passes - 1) + passes + 1)
+    moved += 2 * _bytes_of(indices) * len(plan["copies"])
+    line += (
+        f", by {plan['launches']} kernels: indices sorted in {passes} passes of "
+        f"{plan['digit_bits']} bits, sums in {plan['levels']} levels; "
+        f"{plan['workspace_bytes'] / 1e6:.1f} MB of workspace"
+    )
+    if "indices" in plan["copies"]:
+        line += "; indices are copied first, as they are not contiguous"
+    return plan, moved, line
 
 
 def _describe_lookup(plan: dict[str, Any], indices: Tensor) -> list[str]:

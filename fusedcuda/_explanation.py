@@ -40,7 +40,9 @@ class Explanation:
     - dlrm: ``path`` of an interaction is "tensor_cores", "threads" or "empty"; ``row_vec`` is the
       ``vec`` of its output row or incoming gradient. ``tiles`` of 16 vectors, ``threads``,
       ``shared_bytes``, ``vectors``, ``columns``, ``width``. The backward of a lookup has a second
-      launch, of ``path`` "torch", the gradient of the table. Of a head it is "vector" or "scalar";
+      entry, the gradient of the table, of ``path`` "sorted", "zeros", "empty" or "torch": its
+      ``passes`` of ``digit_bits`` and ``tiles`` (sort), ``levels`` (sum), ``launches``, ``items``,
+      ``rows``, ``columns``, ``workspace_bytes``. Of a head it is "vector" or "scalar";
       ``rows``, ``columns``, ``threads``, ``column_tiles``, ``workspace`` in elements.
     - lora: a launch for each part. Of a skinny product ``path`` is "tensor_cores", "cublas" or
       "empty"; ``threads``, ``factor_aligned``, ``chunks`` of 64 ranks, ``splits`` of the sum,

@@ -103,10 +103,12 @@ torch.cuda.synchronize()
 def test_a_lookup_does_not_wait_for_the_gpu():
     dense, weight, indices = random_lookup(300, 27, 16, dtype=BF16, device="cuda")
     leaves = (dense.requires_grad_(), weight.requires_grad_())
-    fusedcuda.embedding_interaction(*leaves, indices)
+    output = fusedcuda.embedding_interaction(*leaves, indices)
+    grad = torch.ones_like(output)
+    torch.autograd.grad(output, leaves, grad)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        fusedcuda.embedding_interaction(*leaves, indices)
+        torch.autograd.grad(fusedcuda.embedding_interaction(*leaves, indices), leaves, grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

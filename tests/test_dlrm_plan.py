@@ -160,6 +160,71 @@ def test_a_table_that_is_not_aligned_goes_element_by_element():
     assert lookup(dense, weight, spread(indices))["copies"] == []
 
 
+# ---- Gradient of a table -------------------------------------------------------------------------
+
+
+def table_gradient(
+    items: int, rows: int, columns: int = 16, dtype: torch.dtype = BF16, num_sms: int = H200_SMS
+) -> dict[str, Any]:
+    """What of the tensors matters is their layout, so they need not be there."""
+    grad = torch.empty(items, columns, dtype=dtype, device="meta")
+    indices = torch.empty(items, dtype=torch.int64, device="meta")
+    plan = torch.ops.fusedcuda.embedding_dense_backward_plan
+    return json.loads(plan(grad, indices, rows, num_sms))
+
+
+def test_passes_cover_the_bits_of_the_rows():
+    for rows, passes, bits in (
+        (1, 1, 1), (2, 1, 1), (512, 1, 9), (513, 2, 5), (260_000, 2, 9), (1 << 18, 2, 9),
+        ((1 << 18) + 1, 3, 7), (26_000_000, 3, 9), (1 << 31, 4, 8),
+    ):  # fmt: skip
+        plan = table_gradient(1000, rows)
+        assert (plan["path"], plan["passes"], plan["digit_bits"]) == ("sorted", passes, bits)
+
+
+def test_levels_leave_two_sums_a_piece():
+    for items, levels in ((1, 1), (64, 1), (65, 2), (2048, 2), (2049, 3), (1_703_936, 4)):
+        plan = table_gradient(items, 260_000)
+        assert plan["levels"] == levels
+        assert plan["launches"] == 3 * plan["passes"] + levels
+    assert table_gradient((1 << 31) - 1, 100, 1)["levels"] == 6
+
+
+def test_the_order_of_a_sum_does_not_depend_on_the_gpu():
+    for items in (0, 5000, 1_703_936):
+        plans = [table_gradient(items, 260_000, num_sms=sms) for sms in (1, 78, 132)]
+        assert plans[0] == plans[1] == plans[2]
+
+
+def test_what_is_too_large_to_be_sorted_is_torchs():
+    for items, rows, path in (
+        ((1 << 31) - 1, 1 << 31, "sorted"), (1 << 31, 1 << 31, "torch"),
+        (5, (1 << 31) + 1, "torch"), (0, 5, "zeros"), (0, 0, "empty"),
+    ):  # fmt: skip
+        plan = table_gradient(items, rows, 1)
+        assert plan["path"] == path
+        assert (plan["workspace_bytes"] > 0) == (path == "sorted")
+    assert table_gradient(5, 9, 0)["path"] == "empty"
+
+
+def test_rows_of_a_gradient_in_vectors():
+    for columns, dtype, vec in (
+        (16, BF16, 8), (24, BF16, 8), (12, BF16, 1), (12, torch.float32, 4), (16, torch.float64, 1)
+    ):  # fmt: skip
+        plan = table_gradient(100, 9, columns, dtype)
+        assert plan["vec"] == vec
+        assert 1 <= plan["threads"] <= 64
+        assert plan["threads"] * plan["column_tiles"] * vec >= columns
+    grad, indices = torch.empty(9, 16), torch.zeros(9, dtype=torch.int64)
+    plan = torch.ops.fusedcuda.embedding_dense_backward_plan
+    for given, copies in (
+        ((spread(grad), indices), ["grad"]),
+        ((grad, spread(indices)), ["indices"]),
+    ):
+        assert json.loads(plan(*given, 9, H200_SMS))["copies"] == copies
+    assert json.loads(plan(shifted(grad, 1), indices, 9, H200_SMS))["vec"] == 1
+
+
 # ---- Head ----------------------------------------------------------------------------------------
 
 

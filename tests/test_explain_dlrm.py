@@ -62,11 +62,33 @@ def test_lookup_moves_the_rows_or_the_table(rows):
     assert forward.bytes_moved == read + row
     assert "indices: torch.int64, those of the next sample while" in str(forward)
     backward = explain(embedding_interaction, dense, weight, indices, backward=True)
-    # The gradients of dense and of the rows, then these and the indices to that of the table.
-    summed = looked_up + indices.nbytes + weight.nbytes
+    # The gradients of dense and of the rows, then these to that of the table, in the order of the
+    # indices: each pass reads them twice and writes them once, and the sum reads what came of it.
+    passes = 1 if rows <= 512 else 2
+    items = 8 * 1664
+    summed = looked_up + weight.nbytes + 2 * indices.nbytes + 2 * items + 3 * items * (passes - 1)
     assert backward.bytes_moved == read + row + dense.nbytes + looked_up + summed
-    assert "gradient of weight: 1664 rows added up in an order that is fixed" in str(backward)
-    assert [launch["path"] for launch in backward.launches] == ["tensor_cores", "torch"]
+    text = f"rows added up in an order that is fixed, by {3 * passes + 2} kernels: indices sorted"
+    assert f"gradient of weight: 1664 {text} in {passes} passes" in str(backward)
+    assert [launch["path"] for launch in backward.launches] == ["tensor_cores", "sorted"]
+    assert backward.kernels == 1 + 3 * passes + 2
+
+
+def test_what_else_the_gradient_of_a_table_may_be():
+    dense, weight, indices = random_lookup(64, 27, 128, rows=100, dtype=BF16)
+    plain = explain(embedding_interaction, dense, weight, indices, backward=True)
+    copied = explain(embedding_interaction, dense, weight, spread(indices), backward=True)
+    assert copied.kernels == plain.kernels + 1
+    assert copied.bytes_moved == plain.bytes_moved + 2 * indices.nbytes
+    assert "indices are copied first" in str(copied)
+    none = explain(embedding_interaction, dense[:0], weight, indices[:0], backward=True)
+    assert (none.kernels, none.bytes_moved) == (1, weight.nbytes)
+    assert "gradient of weight: zeros, as there are no indices" in str(none)
+    huge = torch.empty((1 << 31) + 1, 8, dtype=BF16, device="meta")
+    given = (torch.empty(4, 8, dtype=BF16, device="meta"), huge, indices[:4].to("meta"))
+    by_torch = explain(embedding_interaction, *given, backward=True)
+    assert [launch["path"] for launch in by_torch.launches] == ["tensor_cores", "torch"]
+    assert "by torch's operator: there are more of them, or a larger table" in str(by_torch)
 
 
 def test_why_a_lookup_is_not_at_its_fastest():

@@ -206,7 +206,7 @@ def test_dot_interaction(shape, dtype):
 @every_dtype
 @pytest.mark.parametrize("shape", [(27, 128), (27, 16), (5, 13), (40, 72), (64, 256)], ids=str)
 def test_embedding_interaction(shape, dtype):
-    """Indices up to both ends of the table. Its gradient is torch's kernels: only ours are run."""
+    """Indices up to both ends of the table."""
     count, columns = shape
     batch = 10_001 if columns == 16 else 37
     width = columns + count * (count - 1) // 2
@@ -223,6 +223,18 @@ def test_embedding_interaction(shape, dtype):
                 return result
 
             assert on_both(gradient, grad, dense, weight, indices).shape == shape_of_gradient
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("columns", [16, 13])
+def test_gradient_of_a_table(columns, dtype):
+    """One pass and two, no full tile and several, one level of sums and three; no items at all."""
+    for items, rows in ((0, 9), (33, 5), (9301, 1), (9301, 700)):
+        grad = new(items, columns, dtype=dtype)
+        indices = (torch.arange(items) ** 2 % rows).cuda()
+        for given in (indices, indices.int()):
+            on_both(torch.ops.fusedcuda.embedding_dense_backward, grad, given, rows)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,13 @@ VARIANTS: dict[str, dict[str, str]] = {
     "two stages": {"kDotStages = 1;": "kDotStages = 2;"},
     "three stages": {"kDotStages = 1;": "kDotStages = 3;"},
     "more registers": {"kFewTilesBlocks = 6;": "kFewTilesBlocks = 5;"},
+    "smaller tiles of the sort": {"kSortItems = 18;": "kSortItems = 12;"},
+    "pieces of 32 items": {"kRunItems = 64;": "kRunItems = 32;"},
+    "pieces of 128 items": {"kRunItems = 64;": "kRunItems = 128;"},
+    "128 threads of the sum": {
+        "kRunThreads = 64;": "kRunThreads = 128;",
+        "kRunBlocksOfSm = 8;": "kRunBlocksOfSm = 4;",
+    },
     "eight rows of the head": {"kBceRows = 4;": "kBceRows = 8;"},
     "more blocks of the head": {"kBceBlocksOfSm = 3;": "kBceBlocksOfSm = 4;"},
 }
@@ -37,11 +44,12 @@ def lookups(columns: int) -> dict[str, Callable[[], object]]:
     width = -(-(columns + 351) // 8) * 8
     dense, weight, grad = new(BATCH, columns), new(TABLE_ROWS, columns), new(BATCH, width)
     indices = torch.randint(TABLE_ROWS, (BATCH, 26), device=weight.device)
-    operands = (dense, weight, indices, False)
+    operands, of_rows = (dense, weight, indices, False), new(BATCH, 26, columns)
     name = f"27x{columns} rows of a table"
     return {
         name: lambda: raw.embedding_interaction(*operands, width),
         f"{name} bwd": lambda: raw.embedding_interaction_backward(grad, *operands, 3),
+        f"{name} sum": lambda: raw.embedding_dense_backward(of_rows, indices, TABLE_ROWS),
     }
 
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../kernels/dlrm_config.h"
+#include "dlrm_gradient.h"
 #include "dlrm_interaction.h"
 #include "row_call.h"
 
@@ -110,6 +111,24 @@ std::string embedding_interaction_plan(const Tensor& dense, const Tensor& weight
                                        bool is_backward, int64_t num_sms) {
   DotCall call(lookup_name(is_backward), dense, weight, indices, upper);
   return interaction_plan(&call, width, is_backward, num_sms);
+}
+
+// --- Gradient of a table
+
+Tensor embedding_dense_backward(const Tensor& grad, const Tensor& indices, int64_t rows) {
+  TableGradientCall call(grad, indices, rows);
+  const int32_t device = call.device_index();
+  DeviceScope scope(device);
+  const TableGradientConfig config = call.choose(device_traits<dlrm_device_traits>(device));
+  call.print(config);
+  return call.run(config, current_stream(device));
+}
+
+std::string embedding_dense_backward_plan(const Tensor& grad, const Tensor& indices, int64_t rows,
+                                          int64_t num_sms) {
+  TableGradientCall call(grad, indices, rows);
+  const TableGradientConfig config = call.choose(planned_device<dlrm_device_traits>(num_sms));
+  return call.describe(config);
 }
 
 // --- Head
@@ -272,6 +291,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("dot_interaction_backward", TORCH_BOX(&dot_interaction_backward));
   m.impl("embedding_interaction", TORCH_BOX(&embedding_interaction));
   m.impl("embedding_interaction_backward", TORCH_BOX(&embedding_interaction_backward));
+  m.impl("embedding_dense_backward", TORCH_BOX(&embedding_dense_backward));
   m.impl("linear_sigmoid_bce_forward", TORCH_BOX(&linear_sigmoid_bce_forward));
   m.impl("linear_sigmoid_bce_backward", TORCH_BOX(&linear_sigmoid_bce_backward));
 }
@@ -279,6 +299,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
   m.impl("dot_interaction_plan", TORCH_BOX(&dot_interaction_plan));
   m.impl("embedding_interaction_plan", TORCH_BOX(&embedding_interaction_plan));
+  m.impl("embedding_dense_backward_plan", TORCH_BOX(&embedding_dense_backward_plan));
   m.impl("linear_sigmoid_bce_plan", TORCH_BOX(&linear_sigmoid_bce_plan));
 }
 

@@ -8,14 +8,6 @@
 
 namespace fusedcuda {
 
-// By the dispatcher, which takes tensors, integers, types and options of those, but no Scalar.
-template <typename... Arguments>
-Tensor call_torch(const char* op, const char* overload, const Arguments&... arguments) {
-  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
-  check_shim(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION), op);
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 inline int32_t torch_type(cudaDataType_t type) {
   switch (type) {
     case CUDA_R_64F:

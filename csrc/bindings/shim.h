@@ -13,6 +13,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
@@ -174,6 +175,15 @@ inline Tensor empty_like(const Tensor& tensor, const View& view) {
   if (!view.is_contiguous()) return torch::stable::empty_like(tensor);
   return empty_strided(view.sizes, view.strides, view.dim, view.dtype, view.device_type,
                        view.device_index);
+}
+
+// An operator of torch, by the dispatcher, which takes tensors, integers, types and options of
+// those, but no Scalar.
+template <typename... Arguments>
+Tensor call_torch(const char* op, const char* overload, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
+  check_shim(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION), op);
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 // Makes `index` the current device for a scope; free of charge when it already is.

@@ -10,6 +10,9 @@
 //   what was looked up is neither written nor read again: of 27 x 16, 2 x 832 bytes a sample beside
 //   the 1808 that are moved (rows, indices, the dense vector, and the output).
 //
+// Gradient of the table: the rows' gradients, sorted and added up by row (dlrm_sort.cuh,
+// dlrm_gradient.cuh).
+//
 // Head: a linear layer of one output with sigmoid and binary cross-entropy (dlrm_head.cuh). x is
 // read once forward, and once backward, where its gradient is written.
 
@@ -19,6 +22,7 @@
 #include "common/row_launch.cuh"
 #include "common/sum_partials.cuh"
 #include "dlrm.h"
+#include "dlrm_gradient.cuh"
 #include "dlrm_head.cuh"
 #include "dlrm_interaction.cuh"
 #include "dlrm_interaction_threads.cuh"
@@ -161,6 +165,14 @@ cudaError_t launch_dot_interaction_bwd(const DotBwdParams& params, const DotConf
   if (config.path == DotPath::kEmpty) return cudaSuccess;
   return with_type(params.dtype, [&](auto type) {
     return dlrm::interact_bwd<typename decltype(type)::type>(params, config, stream);
+  });
+}
+
+cudaError_t launch_table_gradient(const TableGradientParams& params,
+                                  const TableGradientConfig& config, void* workspace,
+                                  cudaStream_t stream) {
+  return with_type(params.dtype, [&](auto type) {
+    return dlrm::table_gradient<typename decltype(type)::type>(params, config, workspace, stream);
   });
 }
 

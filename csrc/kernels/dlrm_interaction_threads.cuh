@@ -18,7 +18,7 @@ __device__ __forceinline__ const T* vector_of(const DotVectors& p, int64_t sampl
   const T* const others = static_cast<const T*>(p.embeddings);
   if constexpr (kLookup) {
     const char* const address = address_of_index(p.lookup, sample, vector - 1);
-    return behind(others, start_of_row<T>(p, load_index(p.lookup, address)));
+    return behind(others, start_of_row<T>(p, load_index(address, p.lookup.is_int32)));
   }
   return others + sample * p.sample_stride + (vector - 1) * p.vector_stride;
 }

@@ -2,10 +2,9 @@
 // that the [batch, vectors, columns] tensor of what was looked up is never in memory.
 #pragma once
 
-#include <assert.h>
-
 #include <cstdint>
 
+#include "dlrm_index.cuh"
 #include "dlrm_vectors.cuh"
 
 namespace fusedcuda {
@@ -16,20 +15,10 @@ __device__ __forceinline__ const char* address_of_index(const EmbeddingLookup& l
          (sample * lookup.sample_stride + vector * lookup.vector_stride) * bytes_of_index(lookup);
 }
 
-__device__ __forceinline__ int64_t load_index(const EmbeddingLookup& lookup, const char* address) {
-  return lookup.is_int32 ? *reinterpret_cast<const int32_t*>(address)
-                         : *reinterpret_cast<const int64_t*>(address);
-}
-
-// Where the row of an index starts, in bytes from the start of the table. Behind the assertion,
-// which by its declaration might return, the trap says that no register has to outlive it.
+// Where the row of an index starts, in bytes from the start of the table.
 template <typename T>
 __device__ __forceinline__ int64_t start_of_row(const DotVectors& p, int64_t index) {
-  const bool exists = static_cast<uint64_t>(index) < static_cast<uint64_t>(p.lookup.rows);
-  if (!exists) {
-    assert(exists && "an index is no row of the table");
-    __trap();
-  }
+  assert_is_row(index, p.lookup.rows);
   return index * p.vector_stride * static_cast<int64_t>(sizeof(T));
 }
 
@@ -83,7 +72,7 @@ class RowLoader {
 #pragma unroll
     for (int k = 0; k < kIndices; ++k) {
       if (threadIdx.x % kWarpSize + k * kWarpSize + 1 < p.vectors && exists)
-        indices_[k] = load_index(p.lookup, next_ + k * apart);
+        indices_[k] = load_index(next_ + k * apart, p.lookup.is_int32);
     }
     next_ += steps.indices;
   }

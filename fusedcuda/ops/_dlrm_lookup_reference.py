@@ -25,7 +25,6 @@ from ._rows import check_floating, check_same_device
 _LOOKUP = "embedding_interaction"
 _LOOKUP_BACKWARD = f"{_LOOKUP}_backward"
 _TABLE_BACKWARD = "embedding_dense_backward"
-_UNSORTED = 3072  # the most indices that torch adds up without sorting them
 
 
 def embedding_interaction(
@@ -50,16 +49,7 @@ def embedding_dense_backward(grad: Tensor, indices: Tensor, rows: int) -> Tensor
     (wide,) = widen(grad)
     columns = grad.shape[-1]
     sums = wide.new_zeros(rows, columns)
-    sums.index_add_(0, indices.reshape(-1), wide.reshape(-1, columns))
-    return sums.to(grad.dtype)
-
-
-def embedding_dense_backward_by_torch(grad: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """The CUDA kernels: torch sorts the indices, so that its order of sums is fixed, too."""
-    _check_table_backward(grad, indices, rows)
-    # What it does not sort, it rounds to the dtype of grad time and again.
-    given = widen(grad)[0] if indices.numel() <= _UNSORTED else grad
-    sums = torch.ops.aten.embedding_dense_backward(given, indices, rows, -1, False)
+    sums.index_add_(0, indices.reshape(-1), wide.reshape(indices.numel(), columns))
     return sums.to(grad.dtype)
 
 

@@ -91,8 +91,10 @@ def embedding_interaction(
       aligned pieces of 16 bytes are fastest; a table whose columns are not neighbours in memory is
       copied first.
     - The gradient of ``weight`` is dense and of its dtype, added up in float32 (float64 for
-      float64) from the gradients of the rows, rounded to that dtype, in a fixed order. There are no
-      ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse``.
+      float64) from the gradients of the rows, rounded to that dtype, in a fixed order: the indices
+      are sorted for it. (2^31 indices or more, or a table of more rows than that, are left to
+      torch's operator, which sorts as well.) There are no ``padding_idx``, ``max_norm``,
+      ``scale_grad_by_freq`` or ``sparse``.
     - Under autocast a table of another dtype is not cast as a whole, but looked up by torch before
       the rows are cast: then this is ``dot_interaction`` of what was looked up.
 
@@ -316,14 +318,12 @@ define(
     cpu=lookup.embedding_interaction_backward,
     fake=lookup.embedding_interaction_backward_fake,
 )
-# The gradient of a table of so many rows, from those of what was looked up. An operator of its own,
-# as Inductor would make atomic additions of torch's, whose order differs from run to run.
+# The gradient of a table of so many rows, from those of what was looked up.
 define(
     FAMILY,
     "embedding_dense_backward(Tensor grad, Tensor indices, SymInt rows) -> Tensor",
     cpu=lookup.embedding_dense_backward,
     fake=lookup.embedding_dense_backward_fake,
-    cuda=lookup.embedding_dense_backward_by_torch,
 )
 # [loss, logits, gradients of the logits]: the last of each row's own loss, before it is reduced.
 # Under vmap samples are computed one by one, as each is reduced alone.
@@ -354,6 +354,9 @@ define_host(
 define_host(
     "embedding_interaction_plan(Tensor dense, Tensor weight, Tensor indices, bool upper, "
     "int width, bool is_backward, int num_sms) -> str"
+)
+define_host(
+    "embedding_dense_backward_plan(Tensor grad, Tensor indices, SymInt rows, int num_sms) -> str"
 )
 define_host(
     "linear_sigmoid_bce_plan(Tensor x, Tensor weight, int reduction, int mask, int num_sms) -> str"

@@ -30,6 +30,7 @@ VECTOR_KERNELS = {
     "dot_interaction_bwd_kernel",
     "dot_interaction_threads_kernel",
     "dot_interaction_bwd_threads_kernel",
+    "embedding_sum_kernel",
     "linear_sigmoid_bce_kernel",
     "linear_sigmoid_bce_bwd_kernel",
     "lora_dropout_kernel",

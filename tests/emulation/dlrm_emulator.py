@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedcuda.ops._operands import compute_dtype
 
-_INTERACTION, _INTERACTION_BWD, _HEAD, _HEAD_BWD = range(4)
+_INTERACTION, _INTERACTION_BWD, _TABLE_GRADIENT, _HEAD, _HEAD_BWD = range(5)
 
 
 def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
@@ -29,7 +29,9 @@ class _Call(ctypes.Structure):
         *_fields(ctypes.c_void_p, "indices"),
         *_fields(ctypes.c_int, "index_is_int32"),
         *_fields(ctypes.c_int64, "index_sample_stride", "index_vector_stride", "table_rows"),
-        *_fields(ctypes.c_void_p, "output", "dense_grad", "embeddings_grad", "x"),
+        *_fields(ctypes.c_void_p, "output", "dense_grad", "embeddings_grad"),
+        ("items", ctypes.c_int64),
+        *_fields(ctypes.c_void_p, "table_grad", "x"),
         ("x_stride", ctypes.c_int64),
         *_fields(ctypes.c_void_p, "weight", "bias", "target", "grad_loss"),
         *_fields(ctypes.c_double, "pos_weight", "scale"),
@@ -37,6 +39,8 @@ class _Call(ctypes.Structure):
         *_fields(ctypes.c_void_p, "loss", "logits", "dlogits", "dx", "dweight", "dbias"),
         *_fields(ctypes.c_int, "path", "aligned", "aligned_row", "tiles", "stages", "threads"),
         *_fields(ctypes.c_int64, "blocks", "column_tiles"),
+        *_fields(ctypes.c_int, "passes", "digit_bits", "levels"),
+        ("workspace_bytes", ctypes.c_int64),
     )
 
 
@@ -162,6 +166,25 @@ class DlrmEmulator(Library):
         inputs = [grad, dense, weight, indices]
         op = "embedding_interaction_backward"
         return self.run(op, make_call, inputs, outputs, self._remember)
+
+    def embedding_dense_backward(self, grad: Tensor, indices: Tensor, rows: int) -> Tensor:
+        def make_call(grad: Tensor, indices: Tensor, table_grad: Tensor) -> ctypes.Structure:
+            return _Call(
+                op=_TABLE_GRADIENT,
+                dtype=DTYPES.index(grad.dtype),
+                columns=grad.shape[1],
+                grad=address(grad),
+                indices=address(indices),
+                index_is_int32=indices.dtype == torch.int32,
+                table_rows=rows,
+                items=indices.numel(),
+                table_grad=address(table_grad),
+                **self._device(),
+            )
+
+        outputs = [grad.new_empty(rows, grad.shape[1])]
+        inputs = [grad, indices]
+        return self.run("embedding_dense_backward", make_call, inputs, outputs, self._remember)[0]
 
     def _rows(self, x: Tensor, weight: Tensor, reduction: int) -> dict[str, object]:
         mean_of = x.shape[0] if reduction == 1 else 1

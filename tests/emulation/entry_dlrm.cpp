@@ -2,12 +2,14 @@
 #include "entry.h"
 #include "kernels/dlrm.h"
 #include "kernels/dlrm_config.h"
+#include "kernels/dlrm_gradient.h"
+#include "kernels/dlrm_gradient_config.h"
 
 namespace {
 
 using namespace fusedcuda;
 
-enum Op { kInteraction, kInteractionBwd, kHead, kHeadBwd };
+enum Op { kInteraction, kInteractionBwd, kTableGradient, kHead, kHeadBwd };
 
 // Call in dlrm_emulator.py: the fields of the operator, null or 0 where it has none.
 struct Call {
@@ -23,6 +25,9 @@ struct Call {
   int index_is_int32;
   int64_t index_sample_stride, index_vector_stride, table_rows;
   void *output, *dense_grad, *embeddings_grad;
+  // Gradient of a table, of so many indices
+  int64_t items;
+  void* table_grad;
   // Head
   void* x;
   int64_t x_stride;
@@ -33,6 +38,8 @@ struct Call {
   // Results: what was chosen.
   int path, aligned, aligned_row, tiles, stages, threads;
   int64_t blocks, column_tiles;
+  int passes, digit_bits, levels;
+  int64_t workspace_bytes;
 };
 
 DeviceTraits device_of(const Call& call) {
@@ -88,6 +95,29 @@ void interact_bwd(Call* call) {
   const DotConfig config = choose_dot_interaction_bwd_config(p, device_of(*call));
   emulation::check_launch(launch_dot_interaction_bwd(p, config, nullptr));
   remember(config, call);
+}
+
+void table_gradient(Call* call) {
+  TableGradientParams p;
+  p.dtype = static_cast<DType>(call->dtype);
+  p.items = call->items;
+  p.rows = call->table_rows;
+  p.columns = call->columns;
+  p.grad = call->grad;
+  p.indices = call->indices;
+  p.is_int32 = call->index_is_int32 != 0;
+  p.table_grad = call->table_grad;
+  const TableGradientConfig config = choose_table_gradient_config(p, device_of(*call));
+  const emulation::Workspace workspace(config.workspace.bytes);
+  emulation::check_launch(launch_table_gradient(p, config, workspace.data(), nullptr));
+  workspace.check();
+  call->path = static_cast<int>(config.path);
+  call->aligned = config.aligned;
+  call->column_tiles = config.column_tiles;
+  call->passes = config.passes;
+  call->digit_bits = config.digit_bits;
+  call->levels = config.levels;
+  call->workspace_bytes = config.workspace.bytes;
 }
 
 template <typename Params>
@@ -146,6 +176,8 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
         return interact(call);
       case kInteractionBwd:
         return interact_bwd(call);
+      case kTableGradient:
+        return table_gradient(call);
       case kHead:
         return head(call);
       default:
