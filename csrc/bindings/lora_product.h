@@ -31,8 +31,11 @@ class LoraProduct : AdaptedLinear {
     params_.counters = static_cast<unsigned*>(View(counters).data);
     const cudaStream_t stream = current_stream(device_index());
     throw_on_error(cudaMemsetAsync(params_.counters, 0, static_cast<size_t>(bytes), stream), op_);
-    print(plan(device));
     const GemmConfig config = choose_lora_product_config(params_, device);
+    const Tensor parts =
+        allocate_bytes(lora_product_parts(config.blocks) * static_cast<int64_t>(sizeof(float)));
+    params_.parts = static_cast<float*>(View(parts).data);
+    print(plan(device));
     throw_on_error(launch_lora_product(params_, config, stream), op_);
     return outputs;
   }

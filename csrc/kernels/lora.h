@@ -74,7 +74,9 @@ struct LoraProductParams {
   int rank = 0;
   GemmFactor down;  // rank x k, stored row by row
   float scale = 1;
-  unsigned* counters = nullptr;  // lora_product_counters() of them, zero; for lora_product
+  // For lora_product, as many as lora_product_config.h says: zeros, and floats for parts of t.
+  unsigned* counters = nullptr;
+  float* parts = nullptr;
 };
 
 // One launch of a product, as lora_config.h chooses it and the plans print it. What is multiplied

@@ -3,9 +3,11 @@
 //   y = x @ weight.T + bias + t @ up.T,   t = scale * x @ down.T
 //
 // A product on Hopper (common/hopper_gemm.cuh) leaves three warps of each block idle. They make t,
-// 16 rows at a time, straight from the memory to mma.sync, while the others multiply x and the
-// weight; that needs t only at the end of a tile, for one block more of what it adds up. For 128
-// rows a counter says how many of their eights of t are there.
+// 16 rows at a time and each warp a third of the columns, straight from the memory to mma.sync,
+// while the others multiply x and the weight; that needs t only at the end of a tile, for one block
+// more of what it adds up. For 128 rows a counter says how many of their eights of t are there. (A
+// warp for 16 rows would have as many bytes under way, but all rows would be ready at the same
+// time, after the first tiles want theirs.)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,6 +34,7 @@ class LoraSide {
     const void* down = nullptr;
     void* t = nullptr;
     unsigned* counters = nullptr;  // zero before the launch
+    float* parts = nullptr;        // lora_product_parts() of them
     int64_t x_stride = 0, down_stride = 0;
     int rows = 0, columns = 0, rank = 0, pitch = 0;  // pitch: of t
     float scale = 1;
@@ -41,13 +44,21 @@ class LoraSide {
 
   __device__ __forceinline__ explicit LoraSide(const Params& params) : p_(params) {}
 
-  // Warp `warp` of `warps` that do this in every block. Those of all blocks begin with the first
-  // rows, which are needed first.
+  // Warp `warp` of `warps` that do this in every block. All blocks begin with the first rows, which
+  // are needed first.
   __device__ __forceinline__ void run(int warp, int warps) const {
     const int blocks = blocks_of(p_.rows);
-    for (int block = static_cast<int>(gridDim.x) * warp + static_cast<int>(blockIdx.x);
-         block < blocks; block += static_cast<int>(gridDim.x) * warps) {
-      make_rows(block * kRowsOfWarp);
+    int turn = 0;
+    for (int block = static_cast<int>(blockIdx.x); block < blocks;
+         block += static_cast<int>(gridDim.x), turn ^= 1) {
+      float sums[2][4] = {};
+      make_part(block * kRowsOfWarp, warp, warps, sums);
+      if (warp > 0) keep_part(sums, part_of(turn, warp));
+      named_barrier(kBarrier, warps * kWarpSize);
+      if (warp > 0) continue;
+#pragma unroll 1
+      for (int other = 1; other < warps; ++other) add_part(part_of(turn, other), sums);
+      store(block * kRowsOfWarp + lane() / 4, sums);
       // (The copy engine reads t.)
       fence_global_for_copies();
       __syncwarp();
@@ -71,7 +82,9 @@ class LoraSide {
 
  private:
   static constexpr int kRowsOfWarp = 16, kWarpsOfTile = kLoraProductRows / kRowsOfWarp;
-  static constexpr int kStep = 32;  // columns that a warp multiplies at a time
+  static constexpr int kStep = 32;    // columns that a warp multiplies at a time
+  static constexpr int kBarrier = 3;  // behind those of the two computing warpgroups
+  static constexpr int kPartVectors = kLoraProductParts / 4;
 
   // Of a row, eight neighbours of the columns of a step. Two rows of x, eight apart, and two ranks.
   struct Pieces {
@@ -83,38 +96,70 @@ class LoraSide {
   }
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-  __device__ __forceinline__ void make_rows(int first) const {
-    const int row = lane() / 4, own_column = lane() % 4 * 8;
+  // The sums over the columns of warp `warp` of `warps`, which take steps in turn.
+  __device__ __forceinline__ void make_part(int first, int warp, int warps,
+                                            float (&sums)[2][4]) const {
+    const int row = lane() / 4, first_column = warp * kStep + lane() % 4 * 8;
     // What would lie outside is read from the last row, or rank, and not stored.
     const T *x[2], *down[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       x[i] = static_cast<const T*>(p_.x) + min(first + row + 8 * i, p_.rows - 1) * p_.x_stride +
-             own_column;
+             first_column;
       down[i] = static_cast<const T*>(p_.down) + min(row + 8 * i, p_.rank - 1) * p_.down_stride +
-                own_column;
+                first_column;
     }
-    auto load = [&](int column, Pieces& pieces) {
-      const bool is_inside = column + own_column < p_.columns;
+    int left = p_.columns - first_column;  // from where the pointers are
+    auto load = [&](int ahead, Pieces& pieces) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         pieces.x[i] = pieces.down[i] = {0, 0, 0, 0};
-        if (is_inside) {
-          pieces.x[i] = *reinterpret_cast<const uint4*>(x[i] + column);
-          pieces.down[i] = *reinterpret_cast<const uint4*>(down[i] + column);
+        if (ahead < left) {
+          pieces.x[i] = *reinterpret_cast<const uint4*>(x[i] + ahead);
+          pieces.down[i] = *reinterpret_cast<const uint4*>(down[i] + ahead);
         }
       }
     };
-    float sums[2][4] = {};
     Pieces even, odd;
+    const int step = warps * kStep;
     load(0, even);
-    for (int column = 0; column < p_.columns; column += 2 * kStep) {
-      load(column + kStep, odd);
+#pragma unroll 1
+    for (int column = warp * kStep; column < p_.columns; column += 2 * step) {
+      load(step, odd);
       multiply(even, sums);
-      load(column + 2 * kStep, even);
+      load(2 * step, even);
       multiply(odd, sums);
+      left -= 2 * step;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        x[i] += 2 * step;
+        down[i] += 2 * step;
+      }
     }
-    store(first + row, sums);
+  }
+
+  // Two turns have places of their own: the first warp reads those of one while the others may be
+  // at the next.
+  __device__ __forceinline__ float4* part_of(int turn, int warp) const {
+    const int place = (static_cast<int>(blockIdx.x) * 2 + turn) * kPartVectors;
+    return reinterpret_cast<float4*>(p_.parts) + place + (warp - 1) * 2 * kWarpSize + lane();
+  }
+
+  static __device__ __forceinline__ void keep_part(const float (&sums)[2][4], float4* part) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      part[i * kWarpSize] = {sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
+  }
+
+  static __device__ __forceinline__ void add_part(const float4* part, float (&sums)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 bits = load_of_others(reinterpret_cast<const uint4*>(part + i * kWarpSize));
+      sums[i][0] += __uint_as_float(bits.x);
+      sums[i][1] += __uint_as_float(bits.y);
+      sums[i][2] += __uint_as_float(bits.z);
+      sums[i][3] += __uint_as_float(bits.w);
+    }
   }
 
   // The order of k is another one than that of the columns, the same in both factors: a thread's
@@ -190,6 +235,7 @@ cudaError_t run(const LoraProductParams& p, const GemmConfig& config, cudaStream
   side.down_stride = p.down.stride;
   side.t = const_cast<void*>(linear.extra_a.data);
   side.counters = p.counters;
+  side.parts = p.parts;
   side.rows = static_cast<int>(linear.m);
   side.columns = static_cast<int>(linear.k);
   side.rank = p.rank;

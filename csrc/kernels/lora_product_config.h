@@ -13,6 +13,10 @@ namespace fusedcuda {
 constexpr int kLoraProductRows = linear_act::kTileRows;  // that a counter stands for
 constexpr int kLoraProductMostRank = 16;                 // sums of a warp that makes t
 
+// Floats of a block for parts of t: of two turns, of two of the three warps that make it.
+constexpr int kLoraProductParts = 2 * 16 * 16;
+inline int64_t lora_product_parts(int blocks) { return int64_t{2} * kLoraProductParts * blocks; }
+
 inline int64_t lora_product_counters(int64_t rows) { return ceil_div(rows, kLoraProductRows); }
 
 inline bool lora_product_can_run(const LoraProductParams& p, const DeviceTraits& device) {

@@ -43,7 +43,10 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
     params.counters = static_cast<unsigned*>(counters.data());
     std::fill_n(params.counters, lora_product_counters(call->m), 0u);
     const GemmConfig config = choose_lora_product_config(params, device);
+    const emulation::Workspace parts(lora_product_parts(config.blocks) * sizeof(float));
+    params.parts = static_cast<float*>(parts.data());
     emulation::check_launch(launch_lora_product(params, config, nullptr));
     counters.check();
+    parts.check();
   });
 }
