@@ -15,7 +15,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/async_copy.cuh"
 #include "common/launch.h"
+#include "common/shared.cuh"
 #include "common/vec.cuh"
 #include "dlrm_gradient.h"
 #include "dlrm_sort.cuh"
@@ -23,37 +25,71 @@
 namespace fusedcuda {
 
 struct RunSumParams {
-  int64_t items;
+  int64_t count;  // of items
   int64_t columns;
-  const IndexedRow* sorted;  // the first level: an item's row, and which of the values is its own
-  const uint32_t* rows;      // further levels: an item's row, or kNoRow; values are in their order
-  const void* values;        // [items, columns], of T at the first level, of Compute<T> behind it
+  // The first level: IndexedRow, whose position says which of the values is the item's. Further
+  // levels: uint32_t, a row or kNoRow; values are in their order.
+  const void* items;
+  const void* values;  // [count, columns], of T at the first level, of Compute<T> behind it
   void* table_grad;
   // What the next level reads, two items a piece; null at the last level, where nothing is left.
   uint32_t* left_rows;
   void* left_values;
 };
 
-// threadIdx.y and blockIdx.x: the pieces; threadIdx.x and blockIdx.y: kVec columns. Threads of a
-// warp may have different pieces, so none waits for another.
+// threadIdx.y and blockIdx.x: the pieces; threadIdx.x and blockIdx.y: kVec columns. The block's
+// items are in shared memory first, where it reads them in one go instead of each piece by itself,
+// and no value has to wait for the place that it is at.
 template <typename T, bool kIsFirst, int kVec>
 __global__ void __launch_bounds__(kRunThreads, kRunBlocksOfSm)
     embedding_sum_kernel(const __grid_constant__ RunSumParams p) {
   using C = Compute<T>;
   using Value = std::conditional_t<kIsFirst, T, C>;
+  using Item = std::conditional_t<kIsFirst, IndexedRow, uint32_t>;
+  constexpr int kItemsOfCopy = kVectorBytes / sizeof(Item);
+  constexpr int kPitch = kRunItems + kItemsOfCopy;  // so that pieces begin at other banks
   // Loads of a thread in flight: 128 bytes.
   constexpr int kUnroll = kIsFirst || sizeof(T) >= sizeof(C) ? 8 : 4;
+  const Item* const given = static_cast<const Item*>(p.items);
+  Item* const items = static_cast<Item*>(dynamic_shared());
+  const int64_t block_first = int64_t{blockIdx.x} * blockDim.y * kRunItems;
+  const int block_count =
+      static_cast<int>(min(p.count - block_first, int64_t{blockDim.y} * kRunItems));
   const int64_t piece = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   const int64_t column = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kVec;
   const int64_t first = piece * kRunItems;
-  const int64_t end = min(first + kRunItems, p.items);
+  const int count = static_cast<int>(min(p.count - first, int64_t{kRunItems}));
   wait_for_previous_kernel();
-  if (first >= p.items || column >= p.columns) return;
+  auto row_of = [](const Item& item) {
+    if constexpr (kIsFirst) {
+      return item.row;
+    } else {
+      return item;
+    }
+  };
+  const uint32_t row_before = first > 0 && count > 0 ? row_of(given[first - 1]) : kNoRow;
+  const uint32_t row_behind =
+      count == kRunItems && first + count < p.count ? row_of(given[first + count]) : kNoRow;
+  auto place_of = [&](int i) { return &items[i / kRunItems * kPitch + i % kRunItems]; };
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int rest = block_count % kItemsOfCopy;
+  for (int i = thread * kItemsOfCopy; i < block_count - rest;
+       i += blockDim.x * blockDim.y * kItemsOfCopy) {
+    copy_async_16(place_of(i), &given[block_first + i]);
+  }
+  copy_async_commit();
+  if (thread < rest) {
+    const int i = block_count - rest + thread;
+    *place_of(i) = given[block_first + i];
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+  if (count <= 0 || column >= p.columns) return;
 
-  auto row_at = [&](int64_t i) { return kIsFirst ? p.sorted[i].row : p.rows[i]; };
-  const uint32_t first_row = row_at(first);
-  const bool comes_in = first > 0 && row_at(first - 1) == first_row;
-  const bool goes_on = end < p.items && row_at(end) == row_at(end - 1);
+  const Item* const own = items + threadIdx.y * kPitch;
+  const uint32_t first_row = row_of(own[0]);
+  const bool comes_in = row_before == first_row && row_before != kNoRow;
+  const bool goes_on = row_behind == row_of(own[count - 1]) && row_behind != kNoRow;
   uint32_t row = first_row;
   bool is_first_run = true;
   C sums[kVec] = {};
@@ -75,33 +111,24 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocksOfSm)
       store_vector<T, kVec>(to, pack<T, kVec>(sums));
     }
   };
-  for (int64_t i = first; i < end; i += kUnroll) {
+  for (int i = 0; i < count; i += kUnroll) {
     uint32_t rows[kUnroll];
-    int64_t places[kUnroll];
     Vector<Value, kVec> values[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       rows[u] = kNoRow;
-      if (i + u >= end) continue;
-      if constexpr (kIsFirst) {
-        const IndexedRow item = p.sorted[i + u];
-        rows[u] = item.row;
-        places[u] = item.position;
-      } else {
-        rows[u] = p.rows[i + u];
-        places[u] = i + u;
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+      if (i + u >= count) continue;
+      const Item item = own[i + u];
+      rows[u] = row_of(item);
       if (rows[u] == kNoRow) continue;
-      const Value* const from =
-          static_cast<const Value*>(p.values) + places[u] * p.columns + column;
+      int64_t place = first + i + u;
+      if constexpr (kIsFirst) place = item.position;
+      const Value* const from = static_cast<const Value*>(p.values) + place * p.columns + column;
       values[u] = load_vector<Value, kVec>(from);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (i + u >= end) continue;
+      if (i + u >= count) continue;
       if (rows[u] != row) {
         end_run();
         is_first_run = false;
@@ -117,16 +144,12 @@ __global__ void __launch_bounds__(kRunThreads, kRunBlocksOfSm)
   let_next_kernel_start();
   if (!goes_on) end_run();
   if (p.left_rows == nullptr) return;
-  // Both sides are written. Where there is nothing to leave it is a zero of the other side's row,
-  // so that the items of a row stay neighbours.
+  // Both sides are written. Of a run that is the whole piece the first side gets a zero: without a
+  // row there it would be two runs.
   const C zeros[kVec] = {};
-  if (goes_on) {
-    leave(1, row, sums);
-    if (is_first_run || !comes_in) leave(0, row, zeros);
-  } else {
-    leave(1, comes_in ? first_row : kNoRow, zeros);
-    if (!comes_in) leave(0, kNoRow, zeros);
-  }
+  const bool is_whole_piece = is_first_run && comes_in && goes_on;
+  if (!comes_in || is_whole_piece) leave(0, comes_in ? row : kNoRow, zeros);
+  leave(1, goes_on ? row : kNoRow, sums);
 }
 
 // --- Launches
@@ -142,39 +165,41 @@ inline SortPass describe_pass(const TableGradientParams& p, const TableGradientC
   s.tiles = config.tiles;
   s.shift = pass * config.digit_bits;
   s.bits = config.digit_bits;
-  s.indices = p.indices;
-  s.is_int32 = p.is_int32;
-  s.rows = p.rows;
-  s.zeros = static_cast<uint4*>(p.table_grad);
-  s.zero_bytes = p.rows * p.columns * size_of(p.dtype);
-  s.from = sorted((pass + 1) % 2);
+  s.from = pass == 0 ? p.indices : sorted((pass + 1) % 2);
   s.to = sorted(pass % 2);
   s.counts = reinterpret_cast<uint32_t*>(workspace + parts.counts);
   s.totals = reinterpret_cast<uint32_t*>(workspace + parts.totals);
+  s.rows = p.rows;
+  s.zeros = static_cast<uint4*>(p.table_grad);
+  s.zero_bytes = p.rows * p.columns * size_of(p.dtype);
   return s;
+}
+
+template <typename Source>
+cudaError_t sort_by_digit(const SortPass& s, int64_t count_blocks, bool dependent,
+                          cudaStream_t stream) {
+  const dim3 threads(kSortThreads);
+  cudaError_t status = launch(radix_count_kernel<Source>, dim3(static_cast<unsigned>(count_blocks)),
+                              threads, dependent, stream, s);
+  if (status != cudaSuccess || s.items == 0) return status;
+  status = launch(radix_scan_kernel, dim3(1u << s.bits), threads, dependent, stream, s.counts,
+                  s.totals, s.tiles);
+  if (status != cudaSuccess) return status;
+  return launch(radix_scatter_kernel<Source>, dim3(static_cast<unsigned>(s.tiles)), threads,
+                dependent, stream, s);
 }
 
 // Also fills the gradient with zeros: most rows are written again, which costs less than to find
 // out which are not.
 inline cudaError_t sort_indices(const TableGradientParams& p, const TableGradientConfig& config,
                                 char* workspace, cudaStream_t stream) {
-  const dim3 tiles(static_cast<unsigned>(config.tiles)), threads(kSortThreads);
-  const dim3 first_blocks(static_cast<unsigned>(config.first_blocks));
-  const dim3 digits(1u << config.digit_bits);
   const bool dependent = config.dependent_launch;
-  cudaError_t status = cudaSuccess;
-  auto run = [&](auto kernel, const dim3& grid, const auto&... args) {
-    if (status == cudaSuccess) status = launch(kernel, grid, threads, dependent, stream, args...);
-  };
-  if (config.path == TableGradientPath::kZeros)
-    run(radix_count_kernel<true>, first_blocks, describe_pass(p, config, workspace, 0));
-  for (int pass = 0; pass < config.passes; ++pass) {
+  const auto first = p.is_int32 ? sort_by_digit<int32_t> : sort_by_digit<int64_t>;
+  cudaError_t status =
+      first(describe_pass(p, config, workspace, 0), config.first_blocks, dependent, stream);
+  for (int pass = 1; pass < config.passes && status == cudaSuccess; ++pass) {
     const SortPass s = describe_pass(p, config, workspace, pass);
-    const bool is_first = pass == 0;
-    run(is_first ? radix_count_kernel<true> : radix_count_kernel<false>,
-        is_first ? first_blocks : tiles, s);
-    run(radix_scan_kernel, digits, s.counts, s.totals, s.tiles);
-    run(is_first ? radix_scatter_kernel<true> : radix_scatter_kernel<false>, tiles, s);
+    status = sort_by_digit<IndexedRow>(s, s.tiles, dependent, stream);
   }
   return status;
 }
@@ -184,25 +209,28 @@ cudaError_t sum_by_row(const TableGradientParams& p, const TableGradientConfig& 
                        char* workspace, cudaStream_t stream) {
   const TableGradientWorkspace& parts = config.workspace;
   const dim3 threads(config.threads_x, config.threads_y);
+  LaunchOptions options;
+  options.dependent = config.dependent_launch;
   for (int level = 0; level < config.levels; ++level) {
     const bool is_first = level == 0, is_last = level + 1 == config.levels;
     RunSumParams s = {};
-    s.items = config.level_items[level];
+    s.count = config.level_items[level];
     s.columns = p.columns;
-    s.sorted = reinterpret_cast<IndexedRow*>(workspace + parts.sorted[(config.passes - 1) % 2]);
-    s.rows = reinterpret_cast<uint32_t*>(workspace + parts.rows[level]);
+    s.items = workspace + (is_first ? parts.sorted[(config.passes - 1) % 2] : parts.rows[level]);
     s.values = is_first ? p.grad : workspace + parts.values[level];
     s.table_grad = p.table_grad;
     if (!is_last) {
       s.left_rows = reinterpret_cast<uint32_t*>(workspace + parts.rows[level + 1]);
       s.left_values = workspace + parts.values[level + 1];
     }
-    const int64_t pieces = ceil_div(s.items, kRunItems);
+    const int64_t pieces = ceil_div(s.count, kRunItems);
     const dim3 grid(static_cast<unsigned>(ceil_div(pieces, config.threads_y)),
                     static_cast<unsigned>(config.column_tiles));
+    const size_t item_bytes = is_first ? sizeof(IndexedRow) : sizeof(uint32_t);
+    options.shared_bytes = config.threads_y * (kRunItems * item_bytes + kVectorBytes);
     const cudaError_t status = launch(
         is_first ? embedding_sum_kernel<T, true, kVec> : embedding_sum_kernel<T, false, kVec>, grid,
-        threads, config.dependent_launch, stream, s);
+        threads, options, stream, s);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
@@ -211,6 +239,7 @@ cudaError_t sum_by_row(const TableGradientParams& p, const TableGradientConfig& 
 template <typename T>
 cudaError_t table_gradient(const TableGradientParams& p, const TableGradientConfig& config,
                            void* workspace, cudaStream_t stream) {
+  if (config.launches() == 0) return cudaSuccess;
   char* const parts = static_cast<char*>(workspace);
   const cudaError_t status = sort_indices(p, config, parts, stream);
   if (status != cudaSuccess) return status;

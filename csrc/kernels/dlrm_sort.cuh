@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "common/reduce.cuh"
@@ -20,18 +21,15 @@ namespace fusedcuda {
 struct SortPass {
   int64_t items;
   int64_t tiles;
-  int shift, bits;  // of the digit
-  // The first pass:
-  const void* indices;
-  bool is_int32;
-  int64_t rows;  // of the table
-  uint4* zeros;  // filled with them, by the way
-  int64_t zero_bytes;
-  // All others:
-  const IndexedRow* from;
+  int shift, bits;   // of the digit
+  const void* from;  // the first pass: indices; all others: IndexedRow
   IndexedRow* to;
   uint32_t* counts;  // [digits, tiles]
   uint32_t* totals;  // [digits]
+  // The first pass:
+  int64_t rows;  // of the table
+  uint4* zeros;  // filled with them, by the way
+  int64_t zero_bytes;
 };
 
 namespace sorting {
@@ -39,14 +37,18 @@ namespace sorting {
 constexpr int kWarps = kSortThreads / kWarpSize;
 constexpr unsigned kAllLanes = 0xffffffff;
 
-__device__ __forceinline__ int64_t index_at(const SortPass& p, int64_t i) {
-  return load_index(static_cast<const char*>(p.indices) + i * (p.is_int32 ? 4 : 8), p.is_int32);
-}
+// A pass reads indices of the type `Source`, the first one, or the items that the one before wrote.
+template <typename Source>
+constexpr bool kIsFirst = !std::is_same_v<Source, IndexedRow>;
 
-template <bool kFirst>
-__device__ __forceinline__ IndexedRow item_at(const SortPass& p, int64_t i) {
-  if constexpr (kFirst) return {static_cast<uint32_t>(index_at(p, i)), static_cast<uint32_t>(i)};
-  return p.from[i];
+// The row of an item of any pass, as wide as it is given.
+template <typename Source>
+__device__ __forceinline__ auto row_at(const SortPass& p, int64_t i) {
+  if constexpr (kIsFirst<Source>) {
+    return static_cast<const Source*>(p.from)[i];
+  } else {
+    return static_cast<const Source*>(p.from)[i].row;
+  }
 }
 
 __device__ __forceinline__ unsigned digit_of(const SortPass& p, uint32_t row) {
@@ -83,9 +85,10 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t* scr
 
 // The lanes that have the same digit, of those where `exists`. A ballot a bit: match_any takes a
 // step for each value that occurs, and most of a warp's digits differ.
-__device__ __forceinline__ unsigned lanes_with(unsigned digit, int bits, bool exists) {
+__device__ __forceinline__ unsigned lanes_with(unsigned digit, bool exists) {
   unsigned lanes = __ballot_sync(kAllLanes, exists);
-  for (int b = 0; b < bits; ++b) {
+#pragma unroll
+  for (int b = 0; b < kMostDigitBits; ++b) {
     const bool is_set = (digit >> b & 1) != 0;
     const unsigned set = __ballot_sync(kAllLanes, is_set);
     lanes &= is_set ? set : ~set;
@@ -97,6 +100,7 @@ __device__ __forceinline__ unsigned lanes_with(unsigned digit, int bits, bool ex
 __device__ __forceinline__ void fill_with_zeros(const SortPass& p) {
   const int64_t vectors = p.zero_bytes / kVectorBytes;
   const int64_t thread = int64_t{blockIdx.x} * kSortThreads + threadIdx.x;
+#pragma unroll 1
   for (int64_t i = thread; i < vectors; i += int64_t{gridDim.x} * kSortThreads)
     p.zeros[i] = uint4{0, 0, 0, 0};
   const int64_t rest = vectors * kVectorBytes + thread;
@@ -106,7 +110,7 @@ __device__ __forceinline__ void fill_with_zeros(const SortPass& p) {
 }  // namespace sorting
 
 // The first pass refuses indices that are no rows; those behind it need not look.
-template <bool kFirst>
+template <typename Source>
 __global__ void __launch_bounds__(kSortThreads)
     radix_count_kernel(const __grid_constant__ SortPass p) {
   __shared__ uint32_t counts[kMostDigits];
@@ -114,23 +118,22 @@ __global__ void __launch_bounds__(kSortThreads)
   for (int d = threadIdx.x; d < digits; d += kSortThreads) counts[d] = 0;
   __syncthreads();
   wait_for_previous_kernel();
-  if (kFirst) {
+  if (sorting::kIsFirst<Source>) {
     sorting::fill_with_zeros(p);
     if (blockIdx.x >= p.tiles) return;
   }
   const int64_t first = int64_t{blockIdx.x} * kSortTile;
   const int count = sorting::items_of_tile(p, first);
-  int64_t rows[kSortItems];
+  decltype(sorting::row_at<Source>(p, 0)) rows[kSortItems];
 #pragma unroll
   for (int k = 0; k < kSortItems; ++k) {
     const int i = k * kSortThreads + threadIdx.x;
-    if (i >= count) continue;
-    rows[k] = kFirst ? sorting::index_at(p, first + i) : p.from[first + i].row;
+    rows[k] = i < count ? sorting::row_at<Source>(p, first + i) : 0;
   }
 #pragma unroll
   for (int k = 0; k < kSortItems; ++k) {
     if (k * kSortThreads + threadIdx.x >= count) continue;
-    if (kFirst) assert_is_row(rows[k], p.rows);
+    if (sorting::kIsFirst<Source>) assert_is_row(rows[k], p.rows);
     atomicAdd(&counts[sorting::digit_of(p, static_cast<uint32_t>(rows[k]))], 1u);
   }
   __syncthreads();
@@ -161,7 +164,7 @@ static __global__ void __launch_bounds__(kSortThreads)
 // The items of a warp lie behind those of the warp before, and lanes take neighbours: the order is
 // that of warp, k, lane. The tile is put in order in shared memory first, so that neighbours are
 // stored to neighbours.
-template <bool kFirst>
+template <typename Source>
 __global__ void __launch_bounds__(kSortThreads, kSortBlocksOfSm)
     radix_scatter_kernel(const __grid_constant__ SortPass p) {
   using sorting::kWarps;
@@ -183,7 +186,7 @@ __global__ void __launch_bounds__(kSortThreads, kSortBlocksOfSm)
 #pragma unroll
   for (int k = 0; k < kSortItems; ++k) {
     const int i = own + k * kWarpSize;
-    rows[k] = i < count ? sorting::item_at<kFirst>(p, first + i).row : 0;
+    rows[k] = i < count ? static_cast<uint32_t>(sorting::row_at<Source>(p, first + i)) : 0;
   }
   uint32_t totals[kDigits], before_tile[kDigits];
 #pragma unroll
@@ -200,7 +203,7 @@ __global__ void __launch_bounds__(kSortThreads, kSortBlocksOfSm)
   for (int k = 0; k < kSortItems; ++k) {
     const bool exists = own + k * kWarpSize < count;
     const unsigned digit = sorting::digit_of(p, rows[k]);
-    const unsigned same = sorting::lanes_with(digit, p.bits, exists);
+    const unsigned same = sorting::lanes_with(digit, exists);
     ranks[k] = places[warp][digit] + __popc(same & ((1u << lane) - 1));
     __syncwarp();
     const bool is_last = same >> lane == 1;
@@ -234,13 +237,24 @@ __global__ void __launch_bounds__(kSortThreads, kSortBlocksOfSm)
   }
   __syncthreads();
 
-  // Read again, from the cache: there are no registers to keep the items in meanwhile.
+  // Items are read again, from the cache: there are no registers to keep them in meanwhile.
+  IndexedRow items[kSortItems];
 #pragma unroll
   for (int k = 0; k < kSortItems; ++k) {
     const int i = own + k * kWarpSize;
+    items[k] = {};
     if (i >= count) continue;
-    const IndexedRow item = sorting::item_at<kFirst>(p, first + i);
-    tile[places[warp][sorting::digit_of(p, item.row)] + ranks[k]] = item;
+    if constexpr (sorting::kIsFirst<Source>) {
+      items[k].row = static_cast<uint32_t>(sorting::row_at<Source>(p, first + i));
+      items[k].position = static_cast<uint32_t>(first + i);
+    } else {
+      items[k] = static_cast<const Source*>(p.from)[first + i];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kSortItems; ++k) {
+    if (own + k * kWarpSize < count)
+      tile[places[warp][sorting::digit_of(p, items[k].row)] + ranks[k]] = items[k];
   }
   __syncthreads();
   let_next_kernel_start();
