@@ -13,6 +13,8 @@ from .ops._dlrm_lookup_reference import check_embedding_interaction
 from .ops._dlrm_reference import check_head, check_interaction
 from .ops._operands import compute_dtype
 
+_BYTES_OF_ITEM = 8  # IndexedRow in csrc/kernels/dlrm_gradient.h: a row and a position
+
 # --------------------------------------------------------------------------------------------------
 # Interaction
 # --------------------------------------------------------------------------------------------------
@@ -88,8 +90,7 @@ def _explain_table_gradient(
         return plan, moved, "  gradient of weight: zeros, as there are no indices"
     # Each pass reads the items twice and writes them once, and the sum reads them once more.
     passes = plan["passes"]
-    item = 8
-    moved += 2 * _bytes_of(indices) + indices.numel() * item * (2 * (passes - 1) + passes + 1)
+    moved += 2 * _bytes_of(indices) + indices.numel() * _BYTES_OF_ITEM * (3 * passes - 1)
     moved += 2 * _bytes_of(indices) * len(plan["copies"])
     line += (
         f", by {plan['launches']} kernels: indices sorted in {passes} passes of "

@@ -147,6 +147,8 @@ def test_triton_is_launched_by_the_driver_api():
         ("fusedcuda::embedding_interaction", "", FUSED),
         ("fusedcuda::embedding_interaction_backward", "", FUSED),
         ("fusedcuda::embedding_dense_backward", "", GATHER),
+        ("", "void fusedcuda::radix_scatter_kernel<long>", GATHER),
+        ("", "void fusedcuda::embedding_sum_kernel<bf16, true, 8>", GATHER),
         ("fusedcuda::linear_sigmoid_bce_forward", "", FUSED),
         ("aten::relu_", "", ELEMENTWISE),
         ("aten::_foreach_addcdiv_", "", ELEMENTWISE),
