@@ -2,13 +2,13 @@
 // and torch's operator for what is too large.
 #pragma once
 
-#include <cstdio>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "../kernels/dlrm_gradient.h"
 #include "../kernels/dlrm_gradient_config.h"
+#include "copies.h"
 #include "shim.h"
 
 namespace fusedcuda {
@@ -75,7 +75,6 @@ class TableGradientCall {
   int32_t device_index() const { return grad_.device_index; }
 
   std::string describe(const TableGradientConfig& config) const {
-    auto quoted = [&](int64_t i) { return concat("\"", copies_[i].name, "\""); };
     return concat(
         "{\"op\": \"", kOp, "\", \"path\": \"", name_of(config.path), "\", \"vec\": ", config.vec,
         ", \"passes\": ", config.passes, ", \"digit_bits\": ", config.digit_bits,
@@ -84,12 +83,11 @@ class TableGradientCall {
         ", \"column_tiles\": ", config.column_tiles, ", \"items\": ", params_.items,
         ", \"rows\": ", params_.rows, ", \"columns\": ", params_.columns,
         ", \"launches\": ", config.launches(), ", \"workspace_bytes\": ", config.workspace.bytes,
-        ", \"copies\": [", join(copies_.size(), quoted), "]}");
+        ", \"copies\": [", copies_.names(), "]}");
   }
 
   void print(const TableGradientConfig& config) const {
-    static const bool enabled = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (enabled) std::fprintf(stderr, "fusedcuda: %s\n", describe(config).c_str());
+    print_config([&] { return describe(config); });
   }
 
  private:
@@ -97,11 +95,6 @@ class TableGradientCall {
   // The most indices that torch adds up without sorting them. These it rounds to the dtype of grad
   // time and again, and so is given wider ones.
   static constexpr int64_t kUnsorted = 3072;
-
-  struct Copy {
-    const char* name;  // of the argument
-    Tensor tensor;     // kept until the launch
-  };
 
   Tensor sum_by_torch() const {
     using torch::headeronly::ScalarType;
@@ -119,7 +112,7 @@ class TableGradientCall {
   View contiguous(const char* name, const Tensor& tensor) {
     const View view(tensor);
     if (view.is_contiguous()) return view;
-    return View(copies_.emplace_back(Copy{name, torch::stable::contiguous(tensor)}).tensor);
+    return copies_.keep(name, torch::stable::contiguous(tensor));
   }
 
   Tensor allocate(const int64_t* sizes, int64_t dim, int32_t dtype) const {
@@ -129,7 +122,7 @@ class TableGradientCall {
   Tensor given_, given_indices_;
   View grad_, indices_;
   TableGradientParams params_;
-  std::vector<Copy> copies_;
+  Copies copies_;
 };
 
 }  // namespace fusedcuda

@@ -2,12 +2,12 @@
 // a launch takes. The vectors lie one behind the other, or are rows of a table.
 #pragma once
 
-#include <cstdio>
 #include <string>
 #include <vector>
 
 #include "../kernels/dlrm.h"
 #include "../kernels/dlrm_config.h"
+#include "copies.h"
 #include "row_call.h"
 
 namespace fusedcuda {
@@ -112,7 +112,6 @@ class DotCall {
   int32_t device_index() const { return dense_.device_index; }
 
   std::string describe(const DotConfig& config) const {
-    auto quoted = [&](int64_t i) { return concat("\"", copies_[i].name, "\""); };
     const int vec = config.aligned ? kVectorBytes / size_of(params_.dtype) : 1;
     return concat("{\"op\": \"", op_, "\", \"path\": \"", name_of(config.path),
                   "\", \"vec\": ", vec,
@@ -121,20 +120,14 @@ class DotCall {
                   ", \"threads\": ", config.threads, ", \"blocks\": ", config.blocks,
                   ", \"shared_bytes\": ", config.shared_bytes, ", \"vectors\": ", params_.vectors,
                   ", \"columns\": ", params_.columns, ", \"width\": ", params_.width,
-                  ", \"copies\": [", join(copies_.size(), quoted), "]}");
+                  ", \"copies\": [", copies_.names(), "]}");
   }
 
   void print(const DotConfig& config) const {
-    static const bool enabled = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (enabled) std::fprintf(stderr, "fusedcuda: %s\n", describe(config).c_str());
+    print_config([&] { return describe(config); });
   }
 
  private:
-  struct Copy {
-    const char* name;  // of the argument
-    Tensor tensor;     // kept until the launch
-  };
-
   DotCall(const char* op, const Tensor& dense, bool upper) : op_(op), dense_(dense) {
     if (!dtype_of(dense_))
       fail(op, ": dense must be a float64, float32, float16 or bfloat16 tensor");
@@ -190,13 +183,13 @@ class DotCall {
   View with_neighbours(const char* name, const Tensor& tensor) {
     const View view(tensor);
     if (view.sizes[view.dim - 1] == 1 || view.strides[view.dim - 1] == 1) return view;
-    return View(copies_.emplace_back(Copy{name, torch::stable::contiguous(tensor)}).tensor);
+    return copies_.keep(name, torch::stable::contiguous(tensor));
   }
 
   const char* op_;
   View dense_;
   DotVectors params_;
-  std::vector<Copy> copies_;
+  Copies copies_;
 };
 
 }  // namespace fusedcuda

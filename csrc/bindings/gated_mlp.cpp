@@ -4,7 +4,6 @@
 #include "../kernels/gated_mlp.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -52,8 +51,7 @@ class GatedProduct {
     std::vector<Tensor> outputs;
     params_.h.data = View(outputs.emplace_back(allocate(params_.f))).data;
     if (saves) params_.gate_up = View(outputs.emplace_back(allocate(2 * params_.f))).data;
-    static const bool prints = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (prints) std::fprintf(stderr, "fusedcuda: %s\n", plan(device, saves).c_str());
+    print_config([&] { return plan(device, saves); });
     throw_on_error(launch_gated_product(params_, choose_gated_product_config(params_, device),
                                         current_stream(x_.device_index)),
                    kOp);

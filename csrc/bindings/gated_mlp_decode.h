@@ -72,7 +72,7 @@ class GatedMlpDecode : GatedMlpOperands {
     std::vector<Tensor> outputs = allocate_outputs(&h);
     std::optional<Tensor> memory;
     const DecodeCounters counters = find_counters(stream, &memory);
-    print(plan(device));
+    print_config([&] { return plan(device); });
     throw_on_error(launch_gated_mlp_decode(params_, choose_gated_mlp_decode_config(params_, device),
                                            counters, stream),
                    op_);

@@ -29,7 +29,7 @@ class GatedMlpFew : GatedMlpOperands {
     if (!has_kernel(device)) return {};
     Tensor h;
     std::vector<Tensor> outputs = allocate_outputs(&h);
-    print(plan(device));
+    print_config([&] { return plan(device); });
     throw_on_error(launch_gated_mlp_few(params_, choose_gated_mlp_few_config(params_, device),
                                         current_stream(device_index())),
                    op_);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdio>
 #include <limits>
 #include <optional>
 #include <string>
@@ -58,11 +57,6 @@ class GatedMlpOperands {
   std::string json_members() const {
     return concat("\"op\": \"", op_, "\", \"m\": ", params_.m, ", \"k\": ", params_.k,
                   ", \"f\": ", params_.f, ", \"n\": ", params_.n);
-  }
-
-  static void print(const std::string& plan) {
-    static const bool prints = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (prints) std::fprintf(stderr, "fusedcuda: %s\n", plan.c_str());
   }
 
   Tensor allocate(int64_t rows, int64_t columns, int32_t dtype) const {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "copies.h"
 #include "linear_act_steps.h"
 #include "shim.h"
 
@@ -20,22 +21,6 @@ inline Activation activation_of(const char* op, int64_t code) {
     fail(op, ": activation must be a code from 0 to ", kNumActivations - 1, "; got ", code);
   return static_cast<Activation>(code);
 }
-
-// Arguments that had to be copied first, for the length of a call.
-class Copies {
- public:
-  View keep(const char* name, Tensor tensor) {
-    names_.push_back(name);
-    return View(tensors_.emplace_back(std::move(tensor)));
-  }
-  std::string names() const {
-    return join(names_.size(), [&](int64_t i) { return concat("\"", names_[i], "\""); });
-  }
-
- private:
-  std::vector<const char*> names_;
-  std::vector<Tensor> tensors_;
-};
 
 // The dimensions from `first` to before `last` as one: their number of elements, and the stride
 // from each to the next, if there is one.

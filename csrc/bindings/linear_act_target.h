@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdio>
 #include <string>
 
 #include "linear_act_call.h"
@@ -78,8 +77,7 @@ class Target {
   void run(const char* op, const LinearLayer& layer, const Copies& copies, const Plan& plan) const {
     TorchRunner runner(op, layer.dtype, source_, index_);
     const Steps steps = run_planned(plan, source_, runner);
-    static const bool prints = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (prints) std::fprintf(stderr, "fusedcuda: %s\n", report(op, layer, copies, steps).c_str());
+    print_config([&] { return report(op, layer, copies, steps); });
   }
 
   // The steps of a call as JSON.

@@ -2,7 +2,6 @@
 // in common: checks, allocation. Schemas and references are in fusedcuda/ops/lora.py.
 #pragma once
 
-#include <cstdio>
 #include <optional>
 #include <string>
 #include <vector>
@@ -71,11 +70,6 @@ class AdaptedLinear {
     return concat("\"op\": \"", op_, "\", \"m\": ", linear.m, ", \"n\": ", linear.n,
                   ", \"k\": ", linear.k, ", \"rank\": ", params_.rank, ", \"kernel\": \"", kernel,
                   "\"");
-  }
-
-  void print(const std::string& plan) const {
-    static const bool prints = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (prints) std::fprintf(stderr, "fusedcuda: %s\n", plan.c_str());
   }
 
   const char* const op_;

@@ -29,7 +29,7 @@ class LoraDecode : AdaptedLinear {
     const DeviceTraits& device = device_traits<lora_decode_device_traits>(device_index());
     if (!has_kernel(device)) return {};
     const std::vector<Tensor> outputs = allocate_outputs();
-    print(plan(device));
+    print_config([&] { return plan(device); });
     throw_on_error(launch_lora_decode(params_, choose_lora_decode_config(params_, device),
                                       current_stream(device_index())),
                    op_);

@@ -35,7 +35,7 @@ class LoraProduct : AdaptedLinear {
     const Tensor parts =
         allocate_bytes(lora_product_parts(config.blocks) * static_cast<int64_t>(sizeof(float)));
     params_.parts = static_cast<float*>(View(parts).data);
-    print(plan(device));
+    print_config([&] { return plan(device); });
     throw_on_error(launch_lora_product(params_, config, stream), op_);
     return outputs;
   }

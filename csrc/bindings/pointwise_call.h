@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdio>
 #include <optional>
 #include <string>
 
@@ -269,8 +268,7 @@ class PointwiseCall {
   }
 
   void print(const PointwisePlan& plan, bool is_backward) const {
-    static const bool enabled = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (enabled) std::fprintf(stderr, "fusedcuda: %s\n", describe_plan(plan, is_backward).c_str());
+    print_config([&] { return describe_plan(plan, is_backward); });
   }
 
   const char* name_;

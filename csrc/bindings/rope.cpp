@@ -2,7 +2,6 @@
 // fusedcuda/ops/rope.py.
 #include "../kernels/rope.h"
 
-#include <cstdio>
 #include <limits>
 #include <string>
 #include <tuple>
@@ -82,8 +81,7 @@ class RopeCall {
 
   RopePlan plan(const DeviceTraits& device) const {
     const RopePlan plan = choose_rope_config(params_, device);
-    static const bool print = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (print) std::fprintf(stderr, "fusedcuda: %s\n", describe_plan(plan).c_str());
+    print_config([&] { return describe_plan(plan); });
     return plan;
   }
 

@@ -3,12 +3,12 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdio>
 #include <limits>
 #include <string>
 #include <vector>
 
 #include "../kernels/common/row.h"
+#include "copies.h"
 #include "shim.h"
 
 namespace fusedcuda {
@@ -99,7 +99,8 @@ class RowCall {
   // One value a row, in what is computed in.
   const void* values(const char* name, const Tensor& tensor) {
     const View view = check_values(name, tensor);
-    return view.is_contiguous() ? view.data : keep(name, torch::stable::contiguous(tensor)).data;
+    return view.is_contiguous() ? view.data
+                                : copies_.keep(name, torch::stable::contiguous(tensor)).data;
   }
 
   View check_values(const char* name, const Tensor& tensor) const {
@@ -163,23 +164,16 @@ class RowCall {
   // that had to be made contiguous or converted.
   template <typename Config>
   std::string describe(const Config& config) const {
-    auto quoted_name = [&](int64_t i) { return concat("\"", copies_[i].name, "\""); };
     return concat("{\"op\": \"", op_, "\", \"rows\": ", rows_, ", \"columns\": ", columns_, ", ",
-                  json_members(config), ", \"copies\": [", join(copies_.size(), quoted_name), "]}");
+                  json_members(config), ", \"copies\": [", copies_.names(), "]}");
   }
 
   template <typename Config>
   void print(const Config& config) const {
-    static const bool enabled = environment_flag("FUSEDCUDA_PRINT_CONFIG");
-    if (enabled) std::fprintf(stderr, "fusedcuda: %s\n", describe(config).c_str());
+    print_config([&] { return describe(config); });
   }
 
  private:
-  struct Copy {
-    const char* name;  // of the argument
-    Tensor tensor;
-  };
-
   static torch::headeronly::ScalarType scalar_type(DType dtype) {
     switch (dtype) {
       case DType::kBFloat16:
@@ -202,7 +196,7 @@ class RowCall {
     Tensor read = tensor;
     if (dtype != *dtype_of(view)) read = torch::stable::to(read, scalar_type(dtype));
     if (!View(read).is_contiguous()) read = torch::stable::contiguous(read);
-    if (read.get() != tensor.get()) keep(name, read);
+    if (read.get() != tensor.get()) copies_.keep(name, read);
     return View(read).data;
   }
 
@@ -213,11 +207,7 @@ class RowCall {
   RowMatrix matrix(const char* name, const Tensor& tensor, const View& view) {
     int64_t stride;
     if (has_one_row_stride(view, &stride)) return make(view.data, stride);
-    return make(keep(name, torch::stable::contiguous(tensor)).data, columns_);
-  }
-
-  View keep(const char* name, Tensor tensor) {
-    return View(copies_.emplace_back(Copy{name, std::move(tensor)}).tensor);
+    return make(copies_.keep(name, torch::stable::contiguous(tensor)).data, columns_);
   }
 
   Tensor allocate(int64_t dim, int32_t dtype) const {
@@ -253,7 +243,7 @@ class RowCall {
   DType dtype_ = DType::kFloat32;
   int64_t rows_ = 1;
   int columns_ = 0;
-  std::vector<Copy> copies_;
+  Copies copies_;
 };
 
 }  // namespace fusedcuda

@@ -15,6 +15,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <optional>
@@ -224,6 +225,13 @@ inline void throw_on_error(cudaError_t status, const char* op) {
 inline bool environment_flag(const char* name) {
   const char* value = std::getenv(name);
   return value != nullptr && *value != '\0' && *value != '0';
+}
+
+// Prints what describe() says of a launch, where that is asked for; it is not called otherwise.
+template <typename Describe>
+void print_config(const Describe& describe) {
+  static const bool prints = environment_flag("FUSEDCUDA_PRINT_CONFIG");
+  if (prints) std::fprintf(stderr, "fusedcuda: %s\n", describe().c_str());
 }
 
 // What the choosers want to know about a device, asked for once. `kQuery` asks the current one.

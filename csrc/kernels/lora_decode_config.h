@@ -34,13 +34,9 @@ inline FewRowsConfig choose_lora_decode_config(const LoraProductParams& p,
 }
 
 inline bool lora_decode_can_run(const LoraProductParams& p, const DeviceTraits& device) {
-  LinearActParams linear = p.linear;
-  linear.extra_k = 0;  // the rank, which is another thing here
-  auto fits = [&](const GemmFactor& f) {
-    return f.k_is_inner && gemm::can_be_boxed(f.data, f.stride, linear.dtype);
-  };
-  return p.rank >= 1 && p.rank <= kLoraDecodeMostRank && fits(p.down) && fits(linear.extra_b) &&
-         linear_few_can_run(linear, device) &&
+  const LinearActParams& linear = p.linear;
+  return p.rank >= 1 && p.rank <= kLoraDecodeMostRank && linear.saves == SavedForBackward::kNone &&
+         linear_few_can_read(linear, {p.down, linear.extra_b}) &&
          few_rows::can_run(lora_decode_detail::problem_of(p), linear.dtype, device);
 }
 
