@@ -8,8 +8,7 @@ that want them packed get them so, outside the timing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -26,6 +25,7 @@ from bench.cases import (
     Traffic,
     compiled,
     faster,
+    forced,
     host_cases,
     imported,
     random,
@@ -139,22 +139,9 @@ def fused(path: str = "auto", packed: bool = False, recompute: bool = False) -> 
             w_gate_up = inner[0] if packed else tuple(inner)
             return fusedcuda.gated_mlp(x, w_gate_up, w_down, recompute=recompute)
 
-        def forced_layer(*tensors):
-            with forced(path):
-                return layer(*tensors)
-
-        return layer if path == "auto" else forced_layer
+        return layer if path == "auto" else forced("gated_mlp_use", path, layer)
 
     return Provider(build, adapt=pack, restore=unpack) if packed else Provider(build)
-
-
-@contextmanager
-def forced(path: str) -> Iterator[None]:
-    before = torch.ops.fusedcuda.gated_mlp_use(path)
-    try:
-        yield
-    finally:
-        torch.ops.fusedcuda.gated_mlp_use(before)
 
 
 def ours(mode: str, few: bool) -> dict[str, Provider]:

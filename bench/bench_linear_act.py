@@ -24,6 +24,7 @@ from bench.cases import (
     Traffic,
     faster,
     for_mode,
+    forced,
     fusedcuda_op,
     host_cases,
     imported,
@@ -157,14 +158,9 @@ def few_rows(activation: str) -> Provider:
     def build() -> Function:
         import fusedcuda
 
-        def layer(x, weight, bias):
-            before = torch.ops.fusedcuda.linear_act_use("few_rows")
-            try:
-                return fusedcuda.linear_act(x, weight, bias, activation)
-            finally:
-                torch.ops.fusedcuda.linear_act_use(before)
-
-        return layer
+        fusedcuda.load("linear_act")
+        layer = partial(fusedcuda.linear_act, activation=activation)
+        return forced("linear_act_use", "few_rows", layer)
 
     return Provider(build)
 

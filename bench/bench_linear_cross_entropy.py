@@ -9,8 +9,7 @@ of a few large chunks, and how long with hardly more memory than the gradients t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +26,7 @@ from bench.cases import (
     Tensors,
     Traffic,
     faster,
+    forced,
     host_cases,
     imported,
     random,
@@ -140,29 +140,16 @@ def ours(setting: Setting, **options: object) -> Provider:
             **options,
         )
 
-        def forced_loss(*tensors):
-            with products_of(setting.backend):
-                return loss(*tensors)
-
-        return loss if setting.backend == "measured" else forced_loss
+        if setting.backend == "measured":
+            return loss
+        # The gradients are made in the forward, so this holds for all three products.
+        fusedcuda.load("linear_act")
+        return forced("linear_act_use", setting.backend, loss)
 
     note = f"chunk={setting.chunk!r}, accumulate={setting.accumulate!r}"
     if setting.backend != "measured":
         note += f", products by {setting.backend}"
     return Provider(build, note=note)
-
-
-@contextmanager
-def products_of(backend: str) -> Iterator[None]:
-    """The gradients are made in the forward, so this holds for all three products."""
-    import fusedcuda
-
-    fusedcuda.load("linear_act")
-    before = torch.ops.fusedcuda.linear_act_use(backend)
-    try:
-        yield
-    finally:
-        torch.ops.fusedcuda.linear_act_use(before)
 
 
 def settings(first: Setting) -> dict[str, Provider]:

@@ -9,8 +9,7 @@ be compared; there the checks are those of tests/test_lora.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -26,6 +25,7 @@ from bench.cases import (
     Tensors,
     Traffic,
     for_mode,
+    forced,
     host_cases,
     imported,
     random,
@@ -105,22 +105,9 @@ def fused_layer(dropout_p: float, path: str) -> Provider:
                 x, weight, lora_a, lora_b, SCALE, dropout_p=dropout_p, training=True
             )
 
-        def forced_layer(*tensors):
-            with forced(path):
-                return layer(*tensors)
-
-        return layer if path == "auto" else forced_layer
+        return layer if path == "auto" else forced("lora_use", path, layer)
 
     return Provider(build, checked=dropout_p == 0)
-
-
-@contextmanager
-def forced(path: str) -> Iterator[None]:
-    before = torch.ops.fusedcuda.lora_use(path)
-    try:
-        yield
-    finally:
-        torch.ops.fusedcuda.lora_use(before)
 
 
 def linear_alone() -> Provider:

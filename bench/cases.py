@@ -94,6 +94,20 @@ def fusedcuda_op(name: str, **keywords: object) -> Provider:
     return Provider(imported("fusedcuda", name, **keywords))
 
 
+def forced(use: str, choice: str, function: Function) -> Function:
+    """`function` under what ``torch.ops.fusedcuda.<use>`` chooses for as long as it runs."""
+
+    def under_choice(*tensors, **options):
+        operator = getattr(torch.ops.fusedcuda, use)
+        before = operator(choice)
+        try:
+            return function(*tensors, **options)
+        finally:
+            operator(before)
+
+    return under_choice
+
+
 def triton_op(family: str, name: str, **keywords: object) -> Provider:
     return Provider(imported(f"bench.baselines.{family}", name, **keywords))
 

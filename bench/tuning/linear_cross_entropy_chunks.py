@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import torch
 
 import fusedcuda
-from bench.bench_linear_cross_entropy import LLAMA_8B, MHV, SMALL, Setting, products_of
+from bench.bench_linear_cross_entropy import LLAMA_8B, MHV, SMALL, Setting
+from bench.cases import forced
 
 CHUNKS = (512, 1024, 2048, 2816, 4096, 8192)
 
@@ -32,9 +33,8 @@ def contenders() -> Iterator[Setting]:
 def step(leaves: list[torch.Tensor], target: torch.Tensor, setting: Setting) -> None:
     x, weight = leaves
     how = {"chunk": setting.chunk, "accumulate": setting.accumulate}
-    with products_of(setting.backend):
-        loss = fusedcuda.linear_cross_entropy(x, weight, target, **how)
-    torch.autograd.grad(loss, leaves)
+    layer = forced("linear_act_use", setting.backend, fusedcuda.linear_cross_entropy)
+    torch.autograd.grad(layer(x, weight, target, **how), leaves)
 
 
 def peak_gib(leaves: list[torch.Tensor], target: torch.Tensor, setting: Setting) -> float:
@@ -58,6 +58,7 @@ def milliseconds(leaves: list[torch.Tensor], target: torch.Tensor, setting: Sett
 
 
 def sweep(shape: MHV, seconds: float) -> None:
+    fusedcuda.load("linear_act")
     m, h, v = shape
     leaves = [torch.randn(m, h, device="cuda"), torch.randn(v, h, device="cuda") * h**-0.5]
     leaves = [t.bfloat16().requires_grad_() for t in leaves]
