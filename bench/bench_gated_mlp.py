@@ -151,7 +151,6 @@ def ours(mode: str, few: bool) -> dict[str, Provider]:
         found["fusedcuda, recompute"] = fused(recompute=True)
     if few:
         found["fusedcuda, one launch"] = fused("decode")
-        found["fusedcuda, two launches"] = fused("few")
     if few or mode == "both":
         found["fusedcuda, fused"] = fused("fused")
     return found | {

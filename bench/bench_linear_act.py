@@ -24,7 +24,6 @@ from bench.cases import (
     Traffic,
     faster,
     for_mode,
-    forced,
     fusedcuda_op,
     host_cases,
     imported,
@@ -149,22 +148,6 @@ def peers(activation: str, mode: str, is_slow: bool) -> dict[str, Provider]:
     return found | where_installed("quack", "quack", quack)
 
 
-MOST_FEW_ROWS = 64
-
-
-def few_rows(activation: str) -> Provider:
-    """By the kernel for few rows, which is taken only where it is asked for."""
-
-    def build() -> Function:
-        import fusedcuda
-
-        fusedcuda.load("linear_act")
-        layer = partial(fusedcuda.linear_act, activation=activation)
-        return forced("linear_act_use", "few_rows", layer)
-
-    return Provider(build)
-
-
 # -- cases ----------------------------------------------------------------------------------------
 
 
@@ -180,7 +163,6 @@ def layer(
         reference=eager,
         providers={
             "fusedcuda": fusedcuda_op("linear_act", activation=activation),
-            **({"fusedcuda, few rows": few_rows(activation)} if shape[0] <= MOST_FEW_ROWS else {}),
             MATMUL: matmul_alone(mode),
             **peers(activation, mode, is_slow),
         },

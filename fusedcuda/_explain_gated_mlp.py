@@ -7,7 +7,7 @@ only say what they would launch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,24 +106,8 @@ def _gated_mlp_decode(
     return _kernel(parts, "gated_mlp_decode", what, arguments, outputs)
 
 
-def _gated_mlp_few(
-    parts: Parts, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: int
-) -> list[Tensor]:
-    arguments = (x, w_gate, w_up, w_down, activation)
-    outputs = reference.gated_mlp_few_fake(*arguments)
-    h = x.new_empty(x.shape[0], w_gate.shape[0])
-    what = "gate and up in one launch, the third product in another, each weight read once"
-    return _kernel(parts, "gated_mlp_few", what, arguments, outputs, kernels=2, between=[h, h])
-
-
 def _kernel(
-    parts: Parts,
-    op: str,
-    what: str,
-    arguments: tuple[Any, ...],
-    outputs: list[Tensor],
-    kernels: int = 1,
-    between: Sequence[Tensor] = (),
+    parts: Parts, op: str, what: str, arguments: tuple[Any, ...], outputs: list[Tensor]
 ) -> list[Tensor]:
     """``outputs``, or ``[]`` where there is no kernel for ``arguments``."""
     _jit.load(family.FAMILY)
@@ -131,8 +115,8 @@ def _kernel(
     if not text:
         parts.lines.append(f"  {op}: has no kernel for these operands; it {_WHY_NOT}")
         return []
-    plan = {"path": op, "kernels": kernels, "copies": []} | json.loads(text)
-    tensors = [t for t in (*arguments, *between, *outputs) if isinstance(t, Tensor)]
+    plan = {"path": op, "kernels": 1, "copies": []} | json.loads(text)
+    tensors = [t for t in (*arguments, *outputs) if isinstance(t, Tensor)]
     parts.add(plan, tensors, f"  {op}: {what}: {plan['blocks']} blocks")
     return outputs
 
@@ -241,7 +225,6 @@ def _name_of(activation: int) -> str:
 _EXPLAINED: dict[str, Callable[..., Any]] = {
     "gated_product": _gated_product,
     "gated_mlp_decode": _gated_mlp_decode,
-    "gated_mlp_few": _gated_mlp_few,
     "linear_act": _linear_act,
     "linear_act_backward": _linear_act_backward,
     "linear_act_product_": _linear_act_product,

@@ -160,7 +160,6 @@ def ways_of(
     for path in cuda.candidates(rows, w_gate.shape[0], packed, saves):
         found = {
             "decode": lambda: _ops.gated_mlp_decode(rows, w_gate, w_up, w_down, code),
-            "few": lambda: _ops.gated_mlp_few(rows, w_gate, w_up, w_down, code),
             "fused": lambda: _ops.gated_product(rows, w_gate, w_up, code, saves),
         }.get(path, lambda: True)()
         if found:
@@ -195,7 +194,7 @@ class _Sums:
         flips = ulp(torch.maximum(self.h.abs(), of_rounded.abs()), self.dtype)
         self.moves_h = (of_rounded - self.h).abs() + flips
         self.moves_kept_h = self.moves_h
-        if path in ("decode", "few", "fused"):
+        if path in ("decode", "fused"):
             self.moves_h = flips
         if not recompute:
             self.moves_kept_h = self.moves_h

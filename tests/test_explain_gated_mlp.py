@@ -114,19 +114,6 @@ def test_few_rows_are_one_launch(rows):
     assert operators(kept) == ["linear_act", "act_mul_packed", "linear_act"]
 
 
-def test_few_rows_in_two_launches(use):
-    use("few")
-    for rows in (1, 64):
-        x, w_gate_up, w_down = operands(rows)
-        forward = explain(gated_mlp, x, w_gate_up, w_down)
-        assert operators(forward) == ["gated_mlp_few"]
-        assert forward.kernels == 2
-        h = rows * w_down.shape[1] * 2
-        assert forward.bytes_moved == 2 * x.nbytes + 3 * DOWN + 2 * h
-        assert "gate and up in one launch, the third product in another" in str(forward)
-    assert "gated_mlp_few" not in str(explain(gated_mlp, *operands(65)))
-
-
 def test_why_there_is_no_kernel():
     for rows, op in ((M, "gated_product"), (8, "gated_mlp_decode")):
         text = str(explain(gated_mlp, *operands(rows, k=K + 1)))

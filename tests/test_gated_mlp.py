@@ -208,9 +208,8 @@ def test_the_rule():
 def test_a_forced_path_is_taken_where_it_can_be(path):
     with forced(path):
         assert tried(16)[0] == path
-        assert tried(16, saves=True)[0] == ("apart" if path in ("decode", "few") else path)
-        assert tried(17)[0] == ("apart" if path == "decode" else path)
-        assert tried(257)[0] == ("apart" if path in ("decode", "few") else path)
+        assert tried(16, saves=True)[0] == ("apart" if path == "decode" else path)
+        assert tried(17)[0] == tried(257)[0] == ("apart" if path == "decode" else path)
         assert tried(257, packed=False)[0] == ("fused" if path == "fused" else "apart")
         by_products = "concatenated" if path == "concatenated" else "apart"
         assert tried(257, dtype=torch.float64)[0] == by_products

@@ -221,7 +221,6 @@ def test_opcheck_of_the_parts(device):
     code = ACTIVATIONS["gelu"]
     # Where CUDA has no kernel there is nothing to compare with the shape function.
     opcheck(_ops.gated_mlp_decode.default, (*layer, code))
-    opcheck(_ops.gated_mlp_few.default, (*layer, code))
     for saves in (False, True):
         opcheck(_ops.gated_product.default, (*layer[:3], code, saves))
     for dtype in (torch.float32, BF16):

@@ -22,7 +22,7 @@ from fusedcuda.ops import _gated_mlp_cuda as cuda
 
 LAYERS = ("gated_mlp", "gated_mlp_forward", "gated_mlp_backward")
 # Those that return nothing where there is no kernel.
-KERNELS = ("gated_product", "gated_mlp_decode", "gated_mlp_few", "linear_act_extended")
+KERNELS = ("gated_product", "gated_mlp_decode", "linear_act_extended")
 PATHS = tuple(path for path in cuda.PATHS if path != "auto")
 
 
@@ -47,7 +47,6 @@ def taken(path: str, rows: int, dtype: torch.dtype, packed: bool, saves: bool) -
     """What becomes of a forced path where there are kernels."""
     possible = {
         "decode": dtype.itemsize == 2 and rows <= cuda.MOST_DECODE_ROWS and not saves,
-        "few": dtype.itemsize == 2 and rows <= cuda.FEW_ROWS and not saves,
         "fused": dtype.itemsize == 2,
         "apart": True,
         "concatenated": packed,

@@ -66,34 +66,8 @@ PAD = "pad_rows_kernel"
 def test_backends_have_names(use):
     assert use("hopper") == "measured"
     assert use("cublaslt") == "hopper"
-    with pytest.raises(
-        RuntimeError, match="must be measured, hopper, cublaslt or few_rows; got triton"
-    ):
+    with pytest.raises(RuntimeError, match="must be measured, hopper or cublaslt; got triton"):
         use("triton")
-
-
-FEW = "linear_few_kernel"
-
-
-def test_few_rows_are_a_product_of_their_own_where_that_is_asked_for(use):
-    use("few_rows")
-    for m in (1, 16, 64):
-        for activation in ("none", "relu", "silu"):
-            assert forward(m, 4096, 4096, activation=activation) == [FEW]
-    assert forward(5, 133, 40, dtype=torch.float16, bias=torch.empty(266)[::2].half()) == [FEW]
-    weight = torch.empty(40, 128, dtype=torch.bfloat16).T
-    residual = torch.empty(5, 128, dtype=torch.bfloat16)
-    for other in (
-        forward(65, 4096, 4096),
-        forward(5, 128, 44),
-        forward(5, 128, 40, dtype=torch.float32, bias=torch.empty(128)),
-        forward(5, 128, 40, weight=weight),
-        forward(5, 128, 40, activation="none", residual=residual),
-        forward(5, 128, 40, saves=True),
-    ):
-        assert FEW not in other
-    use("measured")
-    assert FEW not in forward(16, 4096, 4096)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

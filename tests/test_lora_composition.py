@@ -97,4 +97,4 @@ def test_the_layers_are_composed_only_within(monkeypatch):
         torch.testing.assert_close(call(), expected)
     call()
     assert calls == ["residual"]
-    assert _lora_cuda.choose_path() == "extended"
+    assert _lora_cuda.choose_path() == "decode"

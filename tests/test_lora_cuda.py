@@ -63,7 +63,7 @@ def test_up_equals_the_reference_to_the_last_bit(dtype, rank, transposed):
 
 
 @pytest.mark.parametrize("rank", [1, 5, 16, 64])
-@pytest.mark.parametrize("m", [1, 7, 16, 32, 64])
+@pytest.mark.parametrize("m", [1, 7, 16, 17, 32])
 @every_half
 def test_decode_equals_the_reference_to_the_last_bit(dtype, m, rank):
     """Few are not zero, so that sums are exact: rounded once, as the reference rounds."""
@@ -271,7 +271,7 @@ def test_the_mask_takes_no_memory():
     given = leaves_of(8192, 256, 1024, 16)
     x, weight, bias, lora_a, lora_b = given
     kept = {}
-    for dropout_p in (0.0, 0.5):
+    for dropout_p in (0.0, 0.5, 0.0, 0.5):  # the first calls allocate workspaces that stay
         before = torch.cuda.memory_allocated()
         y = fusedcuda.lora_linear(
             x, weight, lora_a, lora_b, 0.5, bias, dropout_p=dropout_p, training=True

@@ -179,44 +179,43 @@ def decode(m: int, n: int, k: int, rank: int, dtype: torch.dtype = BF16, **field
 
 
 @pytest.mark.parametrize(
-    ("shape", "cluster", "blocks", "tiles", "k_groups"),
+    ("shape", "cluster", "blocks", "tiles"),
     [
-        # Two blocks of each SM that has a place in a cluster; a tile of 16 rows for each warp.
-        ((16, 4096, 4096), 8, 256, 8, 1),
-        ((1, 4096, 4096), 8, 256, 8, 1),
-        # Fewer rows of the weight than warps: these share the columns of a tile.
-        ((16, 1024, 4096), 8, 256, 2, 4),
-        # More: seven rounds of four tiles instead of four of eight, the last of which has four.
-        ((16, 14336, 4096), 8, 256, 28, 2),
+        # A block on each SM that has a place in a cluster.
+        ((16, 4096, 4096), 4, 116, 9),
+        ((1, 4096, 4096), 4, 116, 9),
+        ((32, 4096, 4096), 4, 116, 9),
+        ((16, 1024, 4096), 4, 88, 3),
+        ((16, 14336, 4096), 4, 120, 30),
         # Few columns: fewer blocks share them.
-        ((16, 4096, 1024), 2, 256, 2, 4),
-        ((16, 4096, 256), 1, 256, 1, 2),
-        # One block on an SM: the most rows of x, and their sums in fewer parts.
-        ((64, 4096, 4096), 8, 120, 18, 1),
+        ((16, 4096, 1024), 2, 128, 4),
+        ((16, 4096, 256), 1, 128, 2),
+        # More than the shared memory of four blocks holds of x.
+        ((32, 4096, 14336), 8, 120, 18),
     ],
     ids=str,
 )
-def test_few_rows_fill_the_card(shape, cluster, blocks, tiles, k_groups):
+def test_few_rows_fill_the_card(shape, cluster, blocks, tiles):
     plan = json.loads(decode(*shape, 16))
-    found = [plan[name] for name in ("cluster", "blocks", "tiles", "k_groups")]
-    assert found == [cluster, blocks, tiles, k_groups]
+    found = [plan[name] for name in ("cluster", "blocks", "tiles")]
+    assert found == [cluster, blocks, tiles]
     assert plan["tiles_at_a_time"] >= tiles
-    assert plan["shared_bytes"] <= (227 << 10 if shape[0] > 32 else 113 << 10)
+    assert plan["shared_bytes"] <= 195 << 10
 
 
-def test_long_rows_are_added_up_a_few_tiles_at_a_time():
+def test_many_rows_of_the_weight_are_added_up_in_groups():
     plan = json.loads(decode(16, 128256, 4096, 16))
-    assert plan["tiles"] == 251
-    assert plan["tiles_at_a_time"] == 9 * 8
+    assert plan["tiles"] == 268
+    assert plan["tiles_at_a_time"] == 30 * 4
 
 
 def test_where_few_rows_are_one_launch():
-    for m in (1, 64):
+    for m in (1, 32):
         for rank in (1, 8, 9, 64):
             assert decode(m, 136, 72, rank)
     assert decode(5, 133, 72, 16, torch.float16, bias=empty(133, dtype=torch.float16))
     for without in (
-        decode(65, 136, 72, 16),
+        decode(33, 136, 72, 16),
         decode(5, 136, 72, 65),
         decode(5, 136, 68, 16),
         decode(5, 136, 72, 16, torch.float32),
@@ -224,7 +223,7 @@ def test_where_few_rows_are_one_launch():
         decode(5, 136, 72, 16, down=layouts.shifted(empty(16, 72), 1)),
         decode(5, 136, 72, 16, up=layouts.shifted(empty(136, 16), 1)),
         decode(5, 136, 72, 16, bias=empty(272)[::2]),
-        decode(64, 4096, 65536, 64),  # x does not fit into the shared memory of a cluster
+        decode(32, 4096, 65536, 64),  # x does not fit into the shared memory of a cluster
     ):
         assert without == ""
 

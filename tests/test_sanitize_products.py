@@ -97,19 +97,6 @@ def test_gated_product(f, saves):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [3, 40])
-def test_gated_mlp_few(m):
-    """Clusters of one block and of eight; rows and columns that end inside a tile."""
-    for k, f, n in ((72, 136, 40), (520, 2120, 264), (4104, 72, 133)):
-        layer = [
-            (torch.randint(-1, 2, shape, device="cuda") * (torch.rand(shape, device="cuda") < 0.1))
-            for shape in ((m, k), (f, k), (f, k), (n, f))
-        ]
-        operands = [t.bfloat16() for t in layer]
-        on_both(lambda *given: torch.ops.fusedcuda.gated_mlp_few(*given, 1)[0], *operands)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("m", [3, 12])
 def test_gated_mlp_decode(m):
     """One launch: blocks with rows of their own and without, stages and rounds that are cut off."""

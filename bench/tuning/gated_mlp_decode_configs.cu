@@ -15,7 +15,6 @@
 //   passes N              over the rows of w_down
 //   copies alone          the weights go through the ring, and nobody multiplies them
 //   h alone, y alone      of the sums, with next to nothing of the others
-//   two launches          gated_mlp_few.cuh
 //   dependent             it may start before the last one ends, if a cooperative launch may
 //   blocks N              instead of one on each SM
 //
@@ -33,7 +32,6 @@
 
 #include "check.cuh"
 #include "gated_mlp_decode_marks.cuh"
-#include "gated_mlp_few.cuh"
 #include "random_values.cuh"
 
 using namespace fusedcuda;
@@ -180,11 +178,6 @@ class Race {
     const GatedMlpDecodeConfig config = chosen();
     const auto kernel = decode::kernel_for<T, kDecodeSteps>(config.column_tiles);
     add("chosen", all_bytes(), true, kernel, config);
-    const auto in_two = [=](int copy, cudaStream_t stream) {
-      const GatedMlpDecodeParams p = params(copy);
-      return gated_mlp_few_detail::run<T>(p, choose_gated_mlp_few_config(p, device_), stream);
-    };
-    contenders_.push_back({"two launches", all_bytes(), true, in_two});
     for (int stages : {2, 4, 5, 8}) {
       add(std::to_string(stages * 16) + " KB under way", all_bytes(), true, kernel,
           with_under_way(config, stages));

@@ -24,12 +24,11 @@ VARIANTS: dict[str, dict[str, str]] = {
             "return *reinterpret_cast<const uint4*>(from);"
         )
     },
-    "two steps ahead": {"return row_tiles < 4 ? 4 : 8;": "return row_tiles < 4 ? 2 : 8;"},
-    "six steps ahead": {"return row_tiles < 4 ? 4 : 8;": "return row_tiles < 4 ? 6 : 8;"},
-    "one block on an SM, eight steps ahead": {
-        "return row_tiles < 4 ? 4 : 8;": "return 8;",
-        "return row_tiles < 4 ? 2 : 1;": "return 1;",
-    },
+    "two steps ahead": {"kFewRowsAhead = 4;": "kFewRowsAhead = 2;"},
+    "six steps ahead": {"kFewRowsAhead = 4;": "kFewRowsAhead = 6;"},
+    "eight warps": {"kFewRowsWarps = 16;": "kFewRowsWarps = 8;"},
+    "clusters of two": {"while (log2 < 2 &&": "while (log2 < 1 &&"},
+    "clusters of eight": {"while (log2 < 2 &&": "while (log2 < 3 &&"},
 }
 BATCH = 8192  # rows of x
 FEW = (16, 4096, 4096)  # rows, outputs and columns where all is one launch

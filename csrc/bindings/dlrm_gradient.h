@@ -92,21 +92,20 @@ class TableGradientCall {
 
  private:
   static constexpr const char* kOp = "embedding_dense_backward";
-  // The most indices that torch adds up without sorting them. These it rounds to the dtype of grad
-  // time and again, and so is given wider ones.
+  // The most indices that torch adds up without sorting them. There it rounds to the dtype of grad
+  // time and again, and takes no row from 2^31 on: it is given more, of which the others add zeros.
   static constexpr int64_t kUnsorted = 3072;
 
   Tensor sum_by_torch() const {
-    using torch::headeronly::ScalarType;
-    const bool is_half = params_.dtype == DType::kFloat16 || params_.dtype == DType::kBFloat16;
-    const bool is_wider = is_half && params_.items <= kUnsorted;
-    const Tensor grad = is_wider ? torch::stable::to(given_, ScalarType::Float) : given_;
+    Tensor grad = given_, indices = given_indices_;
+    if (params_.items <= kUnsorted) {
+      const int64_t zeros = kUnsorted + 1 - params_.items;
+      grad = torch::stable::pad(torch::stable::flatten(grad, 0, -2), {0, 0, 0, zeros});
+      indices = torch::stable::pad(torch::stable::flatten(indices, 0, -1), {0, zeros});
+    }
     constexpr int64_t kNoPadding = -1;
-    const Tensor sums = call_torch("aten::embedding_dense_backward", "", grad, given_indices_,
-                                   params_.rows, kNoPadding, false);
-    if (!is_wider) return sums;
-    const bool is_float16 = params_.dtype == DType::kFloat16;
-    return torch::stable::to(sums, is_float16 ? ScalarType::Half : ScalarType::BFloat16);
+    return call_torch("aten::embedding_dense_backward", "", grad, indices, params_.rows, kNoPadding,
+                      false);
   }
 
   View contiguous(const char* name, const Tensor& tensor) {

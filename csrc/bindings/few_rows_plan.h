@@ -12,8 +12,8 @@ namespace fusedcuda {
 inline std::string few_rows_members(const FewRowsConfig& c) {
   return concat(", \"threads\": ", kFewRowsThreads, ", \"cluster\": ", c.cluster(),
                 ", \"blocks\": ", c.blocks(), ", \"tiles\": ", c.tiles,
-                ", \"tiles_at_a_time\": ", c.tiles_of_group, ", \"k_groups\": ", c.k_groups(),
-                ", \"steps\": ", c.steps, ", \"shared_bytes\": ", c.shared_bytes);
+                ", \"tiles_at_a_time\": ", c.tiles_of_group, ", \"steps\": ", c.steps,
+                ", \"shared_bytes\": ", c.shared_bytes);
 }
 
 }  // namespace fusedcuda

@@ -1,6 +1,6 @@
 // The product of a gated MLP for torch: checks, allocation, launch. Schemas and references are in
 // fusedcuda/ops/gated_mlp.py, where the layer is put together of this and of other products. The
-// layers of few rows are in gated_mlp_decode.h and gated_mlp_few.h.
+// layer of few rows is in gated_mlp_decode.h.
 #include "../kernels/gated_mlp.h"
 
 #include <algorithm>
@@ -9,7 +9,6 @@
 
 #include "../kernels/gated_mlp_config.h"
 #include "gated_mlp_decode.h"
-#include "gated_mlp_few.h"
 #include "shim.h"
 
 namespace fusedcuda {
@@ -116,13 +115,11 @@ std::string gated_product_plan(const Tensor& x, const Tensor& w_gate, const Tens
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("gated_product", TORCH_BOX(&gated_product));
   m.impl("gated_mlp_decode", TORCH_BOX(&gated_mlp_decode));
-  m.impl("gated_mlp_few", TORCH_BOX(&gated_mlp_few));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
   m.impl("gated_product_plan", TORCH_BOX(&gated_product_plan));
   m.impl("gated_mlp_decode_plan", TORCH_BOX(&gated_mlp_decode_plan));
-  m.impl("gated_mlp_few_plan", TORCH_BOX(&gated_mlp_few_plan));
 }
 
 }  // namespace fusedcuda

@@ -75,17 +75,6 @@ inline bool try_hopper(const LinearForward& f, StepPlanner& planner) {
   return true;
 }
 
-// Few rows: only where that is asked for, since it has not been measured yet.
-inline bool try_few_rows(const LinearForward& f, StepPlanner& planner) {
-  const PlanSource& source = planner.source();
-  if (source.backend != LinearBackend::kFewRows || f.layer.batch != 1 || f.residual.data != nullptr)
-    return false;
-  const LinearActParams params = hopper_params(f);
-  if (!linear_few_can_run(params, source.device)) return false;
-  planner.few_rows("y", params);
-  return true;
-}
-
 // The epilogue that makes y and keeps what is to be saved; nothing, and why, if there is none.
 inline std::optional<cublasLtEpilogue_t> fused_epilogue(Activation activation, bool has_bias,
                                                         SavedForBackward saves, const char** why) {
@@ -116,7 +105,7 @@ inline ActRowsParams act_of_z(const LinearForward& f, const LinearMatrix& z) {
 
 inline Steps plan_forward(const LinearForward& f, const PlanSource& source) {
   StepPlanner planner(source);
-  if (try_few_rows(f, planner) || try_hopper(f, planner)) return planner.take();
+  if (try_hopper(f, planner)) return planner.take();
 
   const LinearLayer& layer = f.layer;
   void* const bias = planner.aligned_bias(f);

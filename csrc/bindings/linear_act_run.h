@@ -23,9 +23,6 @@ const Step* run_steps(const Steps& steps, Runner& runner) {
       case StepKind::kHopper:
         runner.hopper(step.hopper, step.config);
         break;
-      case StepKind::kFewRows:
-        runner.few_rows(step.hopper, step.few_rows);
-        break;
       case StepKind::kHopperBwd:
         runner.hopper_bwd(step.hopper_bwd, step.bwd_config);
         break;
@@ -86,8 +83,6 @@ inline const char* kernel_name(const Step& step) {
       return "cublasLtMatmul";
     case StepKind::kHopper:
       return "linear_act_kernel_sm90";
-    case StepKind::kFewRows:
-      return "linear_few_kernel";
     case StepKind::kHopperBwd:
       return "linear_act_dx_kernel_sm90, linear_act_dweight_kernel_sm90";
     case StepKind::kProduct:
@@ -116,11 +111,6 @@ inline std::string tile_name(const GemmConfig& config) {
          (config.cluster > 1 ? ", clusters of " + std::to_string(config.cluster) : "");
 }
 
-inline std::string few_rows_name(const FewRowsConfig& config) {
-  return std::to_string(16 * config.row_tiles) + "x16, clusters of " +
-         std::to_string(config.cluster());
-}
-
 // As far as is known: the parts of a split product or sum are added up by a kernel of their own.
 inline int num_kernels(const Step& step, int split_k) {
   if (step.kind == StepKind::kColumnSums) return step.sums_config.slices > 1 ? 2 : 1;
@@ -133,8 +123,7 @@ inline int num_kernels(const Step& step, int split_k) {
 // A step as a JSON object. What only a device knows is null, 0 or 1 where there is none.
 inline std::string describe(const Step& step) {
   const bool is_matmul = step.kind == StepKind::kMatmul;
-  const bool is_own = step.kind == StepKind::kHopper || step.kind == StepKind::kFewRows ||
-                      step.kind == StepKind::kHopperBwd;
+  const bool is_hopper = step.kind == StepKind::kHopper || step.kind == StepKind::kHopperBwd;
   const cublasLtEpilogue_t epilogue = step.matmul.problem.epilogue;
   const bool in_epilogue = is_matmul && epilogue != CUBLASLT_EPILOGUE_DEFAULT;
   // c is a residual, or the rows of the bias that the output holds before.
@@ -144,7 +133,6 @@ inline std::string describe(const Step& step) {
   AlgorithmTraits traits;
   size_t workspace = 0;
   if (step.kind == StepKind::kHopper) tile = quoted(tile_name(step.config));
-  if (step.kind == StepKind::kFewRows) tile = quoted(few_rows_name(step.few_rows));
   if (step.kind == StepKind::kHopperBwd) {
     tile = quoted(tile_name(step.bwd_config.dx));
     traits.split_k = step.bwd_config.dweight.splits;
@@ -169,7 +157,7 @@ inline std::string describe(const Step& step) {
          member("kernels", std::to_string(num_kernels(step, traits.split_k))) +
          member("workspace_bytes", std::to_string(workspace)) + member("algorithm", algorithm) +
          member("tuned", boolean(step.plan != nullptr && step.plan->tuned())) +
-         member("fused", boolean(in_epilogue || is_own)) +
+         member("fused", boolean(in_epilogue || is_hopper)) +
          member("why", step.why == nullptr ? "null" : quoted(step.why)) + "}";
 }
 

@@ -35,10 +35,6 @@ class TorchRunner {
     throw_on_error(launch_linear_act(params, config, stream_), op_);
   }
 
-  void few_rows(const LinearActParams& params, const FewRowsConfig& config) {
-    throw_on_error(launch_linear_few(params, config, stream_), op_);
-  }
-
   void hopper_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config) {
     std::optional<Tensor> memory;
     void* const workspace = allocate(config.workspace_bytes, &memory);

@@ -9,7 +9,6 @@
 
 #include "../kernels/linear_act_columns_config.h"
 #include "../kernels/linear_act_config.h"
-#include "../kernels/linear_few_config.h"
 #include "cublaslt_plan_cache.h"
 #include "cublaslt_support.h"
 #include "linear_act_layer.h"
@@ -21,7 +20,6 @@ namespace fusedcuda {
 enum class StepKind {
   kMatmul,      // cuBLASLt
   kHopper,      // our own product, with everything in its epilogue
-  kFewRows,     // likewise our own product of few rows
   kHopperBwd,   // likewise both products of the gradient
   kProduct,     // torch's product and additions, for what cuBLASLt has no kernel
   kDotRows,     // our own product for a layer of one output
@@ -61,7 +59,6 @@ struct Step {
   std::shared_ptr<MatmulPlan> plan;
   LinearActParams hopper;
   GemmConfig config;
-  FewRowsConfig few_rows;  // kFewRows, whose parameters are those of `hopper`
   LinearActBwdParams hopper_bwd;
   LinearActBwdConfig bwd_config;
   ActRowsParams rows;
@@ -76,7 +73,7 @@ struct Step {
 using Steps = std::vector<Step>;
 
 // Which products are taken where both can be had.
-enum class LinearBackend { kMeasured, kHopper, kCublasLt, kFewRows };
+enum class LinearBackend { kMeasured, kHopper, kCublasLt };
 
 // Where plans come from. Without a cache there is no device, and cuBLASLt is believed to have a
 // kernel for whatever no rule speaks against.
@@ -280,11 +277,6 @@ class StepPlanner {
     Step& step = add(StepKind::kHopper, what);
     step.hopper = params;
     step.config = choose_linear_act_config(params, source_.device);
-  }
-  void few_rows(const char* what, const LinearActParams& params) {
-    Step& step = add(StepKind::kFewRows, what);
-    step.hopper = params;
-    step.few_rows = choose_linear_few_config(params, source_.device);
   }
   void hopper(const char* what, const LinearActBwdParams& params) {
     Step& step = add(StepKind::kHopperBwd, what);

@@ -10,14 +10,13 @@
 // kept for the gradient. As two products and an elementwise kernel it is 8 m f more either way,
 // which is nearly twice what the operands and h are of 8192 x 14336 x 4096.
 //
-// Of few rows the whole layer is one launch, gated_mlp_decode.cuh, or two, gated_mlp_few.cuh.
+// Of few rows the whole layer is one launch: gated_mlp_decode.cuh.
 #include "common/gemm_launch.cuh"
 #include "common/run_gemm.cuh"
 #include "gated_mlp.h"
 #include "gated_mlp_config.h"
 #include "gated_mlp_decode.cuh"
 #include "gated_mlp_epilogue.cuh"
-#include "gated_mlp_few.cuh"
 
 namespace fusedcuda {
 
@@ -92,12 +91,8 @@ cudaError_t run_tile(const GatedProductParams& p, const GemmConfig& config, cuda
 cudaError_t gated_mlp_device_traits(DeviceTraits* traits) {
   const auto kernel =
       gated_product_kernel_sm90<gated_mlp::ProductGemm<__nv_bfloat16, gated_mlp::kColumnsOfMany>>;
-  cudaError_t status = describe_device(kernel, traits);
-  if (status == cudaSuccess) status = gemm::describe_products(kernel, traits);
-  if (status != cudaSuccess) return status;
-  // (The products are one block on an SM as well, and so as many clusters.)
-  const auto few = gated_mlp_few_detail::kernel_for<__nv_bfloat16>;
-  return few_rows::describe_clusters(few(1), few(4), traits);
+  const cudaError_t status = describe_device(kernel, traits);
+  return status == cudaSuccess ? gemm::describe_products(kernel, traits) : status;
 }
 
 cudaError_t launch_gated_product(const GatedProductParams& params, const GemmConfig& config,
@@ -105,13 +100,6 @@ cudaError_t launch_gated_product(const GatedProductParams& params, const GemmCon
   return params.dtype == DType::kFloat16
              ? gated_mlp::run_tile<__half>(params, config, stream)
              : gated_mlp::run_tile<__nv_bfloat16>(params, config, stream);
-}
-
-cudaError_t launch_gated_mlp_few(const GatedMlpDecodeParams& params,
-                                 const GatedMlpFewConfig& config, cudaStream_t stream) {
-  using gated_mlp_few_detail::run;
-  return params.dtype == DType::kFloat16 ? run<__half>(params, config, stream)
-                                         : run<__nv_bfloat16>(params, config, stream);
 }
 
 }  // namespace fusedcuda

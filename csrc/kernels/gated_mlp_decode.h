@@ -1,5 +1,5 @@
-// A gated MLP of few rows: parameters, configuration, launchers. Kernels: gated_mlp_decode.cuh, one
-// launch; gated_mlp_few.cuh, two.
+// A gated MLP of few rows in one launch: parameters, configuration, launcher. Kernel:
+// gated_mlp_decode.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -56,11 +56,5 @@ struct GatedMlpDecodeConfig {
 cudaError_t launch_gated_mlp_decode(const GatedMlpDecodeParams& params,
                                     const GatedMlpDecodeConfig& config,
                                     const DecodeCounters& counters, cudaStream_t stream);
-
-// The same in two launches, up to 64 rows: what gated_mlp_few_can_run() accepts
-// (gated_mlp_few_config.h).
-struct GatedMlpFewConfig;
-cudaError_t launch_gated_mlp_few(const GatedMlpDecodeParams& params,
-                                 const GatedMlpFewConfig& config, cudaStream_t stream);
 
 }  // namespace fusedcuda

@@ -27,7 +27,6 @@
 #include "linear_act_dot.cuh"
 #include "linear_act_forward.cuh"
 #include "linear_act_rows.cuh"
-#include "linear_few.cuh"
 
 namespace fusedcuda {
 
@@ -213,19 +212,8 @@ cudaError_t run_bwd_type(const LinearActBwdParams& params, const LinearActBwdCon
 }  // namespace linear_act
 
 cudaError_t linear_act_device_traits(DeviceTraits* traits) {
-  cudaError_t status = describe_device(act_rows_kernel<float, 4>, traits);
-  if (status == cudaSuccess) status = gemm::describe_products(linear_act::kAnyKernel, traits);
-  if (status != cudaSuccess) return status;
-  // (The products are one block on an SM as well, and so as many clusters.)
-  const auto few = few_rows::linear_kernel<__nv_bfloat16>;
-  return few_rows::describe_clusters(few(1), few(4), traits);
-}
-
-cudaError_t launch_linear_few(const LinearActParams& params, const FewRowsConfig& config,
-                              cudaStream_t stream) {
-  using few_rows::run_linear;
-  return params.dtype == DType::kFloat16 ? run_linear<__half>(params, config, stream)
-                                         : run_linear<__nv_bfloat16>(params, config, stream);
+  const cudaError_t status = describe_device(act_rows_kernel<float, 4>, traits);
+  return status == cudaSuccess ? gemm::describe_products(linear_act::kAnyKernel, traits) : status;
 }
 
 cudaError_t launch_linear_act(const LinearActParams& params, const GemmConfig& config,

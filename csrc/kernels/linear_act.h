@@ -105,19 +105,14 @@ struct DotRowsParams {
 // The next length whose rows start at multiples of 16 bytes.
 inline int64_t padded_columns(int64_t columns) { return (columns + 7) / 8 * 8; }
 
-struct FewRowsConfig;       // common/few_rows_config.h
 struct LinearActBwdConfig;  // linear_act_config.h
 struct ColumnSumsConfig;    // linear_act_columns_config.h
 
 // What the choosers need to know about the current device.
 cudaError_t linear_act_device_traits(DeviceTraits* traits);
 
-// Enqueue on `stream`. launch_linear_act(), and the one for the gradient: of what hopper_can_run()
-// accepts.
+// Enqueue on `stream`. The first two: of what hopper_can_run() accepts.
 cudaError_t launch_linear_act(const LinearActParams& params, const GemmConfig& config,
-                              cudaStream_t stream);
-// Of few rows: what linear_few_can_run() accepts (linear_few_config.h).
-cudaError_t launch_linear_few(const LinearActParams& params, const FewRowsConfig& config,
                               cudaStream_t stream);
 cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
                                   const LinearActBwdConfig& config, void* workspace,

@@ -139,10 +139,15 @@ cudaError_t lora_product_device_traits(DeviceTraits* traits) {
 }
 
 cudaError_t lora_decode_device_traits(DeviceTraits* traits) {
-  const cudaError_t status = lora_device_traits(traits);
-  if (status != cudaSuccess) return status;
-  const auto kernel = lora_decode_detail::kernel_for<__nv_bfloat16>;
-  return few_rows::describe_clusters(kernel(1), kernel(4), traits);
+  const auto kernel = lora_decode_detail::kernel_for<__nv_bfloat16>(1);
+  cudaError_t status = describe_device(kernel, traits);
+  // The kernel's registers fill an SM with one block.
+  for (int log2 = 1; log2 <= kFewRowsMostClusterLog2 && traits->clusters; ++log2) {
+    if (status == cudaSuccess)
+      status = resident_clusters(kernel, kFewRowsThreads, 1 << log2,
+                                 &traits->resident_clusters[0][log2]);
+  }
+  return status;
 }
 
 cudaError_t launch_lora_decode(const LoraProductParams& params, const FewRowsConfig& config,

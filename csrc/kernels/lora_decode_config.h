@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "linear_few_config.h"
+#include "common/few_rows_config.h"
 #include "lora.h"
 
 namespace fusedcuda {
@@ -18,11 +18,15 @@ constexpr int rank_tiles(int rank) { return (rank + 15) / 16; }
 // same piece of eight rows lies in all banks.
 constexpr int rank_pitch(int rank) { return 16 * rank_tiles(rank) + 8; }
 
-// A linear layer whose tiles need their rows of `up` as well.
+// A row of a tile needs its bias, and its row of `up`.
 inline FewRowsProblem problem_of(const LoraProductParams& p) {
-  FewRowsProblem problem = linear_few_problem(p.linear);
+  FewRowsProblem problem;
+  problem.rows = p.linear.m;
+  problem.tiles = ceil_div(p.linear.n, kFewRowsTile);
+  problem.k = p.linear.k;
   problem.common_tiles = rank_tiles(p.rank);
-  problem.bytes_of_own_tile += kFewRowsTile * rank_pitch(p.rank) * 2;
+  problem.bytes_of_own_tile =
+      kFewRowsTile * (static_cast<int>(sizeof(float)) + rank_pitch(p.rank) * 2);
   return problem;
 }
 
@@ -34,10 +38,13 @@ inline FewRowsConfig choose_lora_decode_config(const LoraProductParams& p,
 }
 
 inline bool lora_decode_can_run(const LoraProductParams& p, const DeviceTraits& device) {
-  const LinearActParams& linear = p.linear;
-  return p.rank >= 1 && p.rank <= kLoraDecodeMostRank && linear.saves == SavedForBackward::kNone &&
-         linear_few_can_read(linear, {p.down, linear.extra_b}) &&
-         few_rows::can_run(lora_decode_detail::problem_of(p), linear.dtype, device);
+  const LinearActParams& l = p.linear;
+  auto fits = [&](const GemmFactor& f) {
+    return f.k_is_inner && gemm::can_be_boxed(f.data, f.stride, l.dtype);
+  };
+  return p.rank >= 1 && p.rank <= kLoraDecodeMostRank && l.saves == SavedForBackward::kNone &&
+         fits(l.a) && fits(l.b) && fits(p.down) && fits(l.extra_b) &&
+         few_rows::can_run(lora_decode_detail::problem_of(p), l.dtype, device);
 }
 
 }  // namespace fusedcuda

@@ -24,11 +24,10 @@ _ops = torch.ops.fusedcuda
 
 # How the hidden layer comes about:
 #   decode: with the output, in one launch that reads each weight once; up to 16 rows
-#   few: likewise in two launches, up to 64 rows. Only where it is forced: it has not been measured
 #   fused: gate and up in one product, which multiplies them before it writes
 #   apart: a product each for gate and up, and act_mul
 #   concatenated: one product for both, and act_mul_packed; of a packed weight
-PATHS = ("auto", "decode", "few", "fused", "apart", "concatenated")
+PATHS = ("auto", "decode", "fused", "apart", "concatenated")
 _path = PathChoice("gated_mlp_use", PATHS)  # one that is forced is taken where it can be
 use = _path.use
 
@@ -53,7 +52,6 @@ def candidates(x: Tensor, features: int, packed: bool, saves: bool) -> tuple[str
     few = x.shape[0] <= FEW_ROWS or tiles < FEWEST_TILES
     possible = {
         "decode": has_kernels(x.dtype) and x.shape[0] <= MOST_DECODE_ROWS and not saves,
-        "few": has_kernels(x.dtype) and x.shape[0] <= FEW_ROWS and not saves,
         "fused": has_kernels(x.dtype),
         "apart": True,
         "concatenated": packed,
@@ -69,7 +67,7 @@ def candidates(x: Tensor, features: int, packed: bool, saves: bool) -> tuple[str
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
-    """Whether "decode", "few" and "fused" are there: for 16-bit types, of readable layouts."""
+    """Whether "decode" and "fused" are there: for 16-bit types, of the layouts they can read."""
     return dtype.itemsize == 2
 
 
@@ -84,10 +82,9 @@ def gated_mlp(
     check_gated_mlp("gated_mlp", x, w_gate, w_up, w_down)
     rows = rows_of(x)
     for path in candidates(rows, w_down.shape[1], w_up is None, saves=False):
-        if path in ("decode", "few"):
+        if path == "decode":
             operands = (rows, *halves(w_gate, w_up), w_down)
-            layer = _ops.gated_mlp_decode if path == "decode" else _ops.gated_mlp_few
-            found = layer.default(*operands, activation)
+            found = _ops.gated_mlp_decode.default(*operands, activation)
             if found:
                 return found[0].view(*x.shape[:-1], w_down.shape[0])
         elif hidden := _hidden(path, rows, w_gate, w_up, activation, saves=False):

@@ -98,19 +98,7 @@ def gated_product(
 def gated_mlp_decode(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: int
 ) -> list[Tensor]:
-    return _inference("gated_mlp_decode", x, w_gate, w_up, w_down, activation)
-
-
-def gated_mlp_few(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: int
-) -> list[Tensor]:
-    return _inference("gated_mlp_few", x, w_gate, w_up, w_down, activation)
-
-
-def _inference(
-    op: str, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: int
-) -> list[Tensor]:
-    (y,) = outputs = _inference_fake(op, x, w_gate, w_up, w_down)
+    (y,) = outputs = gated_mlp_decode_fake(x, w_gate, w_up, w_down, activation)
     (h,) = gated_product(x, w_gate, w_up, activation, saves=False)
     y.copy_(product(h, w_down.mT))
     return outputs
@@ -198,20 +186,8 @@ def gated_product_fake(
 def gated_mlp_decode_fake(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: int
 ) -> list[Tensor]:
-    return _inference_fake("gated_mlp_decode", x, w_gate, w_up, w_down)
-
-
-def gated_mlp_few_fake(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: int
-) -> list[Tensor]:
-    return _inference_fake("gated_mlp_few", x, w_gate, w_up, w_down)
-
-
-def _inference_fake(
-    op: str, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor
-) -> list[Tensor]:
-    _check_gate_and_up(op, x, w_gate, w_up)
-    _check_down(op, x, w_down, w_gate.shape[0])
+    _check_gate_and_up("gated_mlp_decode", x, w_gate, w_up)
+    _check_down("gated_mlp_decode", x, w_down, w_gate.shape[0])
     return [x.new_empty(x.shape[0], w_down.shape[0])]
 
 

@@ -108,7 +108,7 @@ def lora_linear_backward(
 
 # How the branch comes to the linear:
 #   decode: all of it, t included, is one launch for few rows (lora_decode); extended where that has
-#     no kernel. Only where it is forced: it has not been measured yet
+#     no kernel
 #   fused: all of it, t included, is one launch (lora_product); extended where that has no kernel.
 #     Only where it is forced: not measured since its products are asynchronous
 #     (bench/results/h200/lora_notes.md)
@@ -124,7 +124,7 @@ use = _path.use
 
 def choose_path() -> str:
     """The path to try first."""
-    return _path.forced or "extended"
+    return _path.forced or "decode"
 
 
 def _layer(
@@ -173,7 +173,7 @@ def _fused_dx(
 
 
 PRODUCT_RANKS = 16  # that its warps have sums for
-DECODE_ROWS, DECODE_RANKS = 64, 64  # likewise
+DECODE_ROWS, DECODE_RANKS = 32, 64  # likewise
 
 
 def one_launch(x: Tensor, rank: int, seed: Tensor | None, activation: int) -> str | None:

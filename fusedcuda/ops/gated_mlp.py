@@ -147,14 +147,6 @@ define(
     cpu=reference.gated_mlp_decode,
     fake=reference.gated_mlp_decode_fake,
 )
-# The same in two launches, up to 64 rows.
-define(
-    FAMILY,
-    "gated_mlp_few(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, int activation) "
-    "-> Tensor[]",
-    cpu=reference.gated_mlp_few,
-    fake=reference.gated_mlp_few_fake,
-)
 
 # Host only. Which path calls take from now on: returns what was chosen before.
 define_host("gated_mlp_use(str path) -> str", cuda.use)
@@ -166,10 +158,6 @@ define_host(
 )
 define_host(
     "gated_mlp_decode_plan(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, int activation, "
-    "int num_sms) -> str"
-)
-define_host(
-    "gated_mlp_few_plan(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, int activation, "
     "int num_sms) -> str"
 )
 

@@ -107,16 +107,12 @@ def test_the_products_of_an_adapter_are_copies_to_tensor_cores(kernels) -> None:
     assert max(k.registers for k in products) <= 128
 
 
-@pytest.mark.parametrize(
-    "function", ["lora_decode_kernel", "linear_few_kernel", "gated_few_kernel"]
-)
-def test_layers_of_few_rows_stream_their_weights_to_tensor_cores(kernels, function) -> None:
-    few = [k for k in kernels if k.function == function]
-    assert len(few) == 2 * 3  # types; 16, 32 and 64 rows
+def test_a_layer_of_few_rows_streams_its_weight_to_tensor_cores(kernels) -> None:
+    few = [k for k in kernels if k.function == "lora_decode_kernel"]
+    assert len(few) == 2 * 2  # types; 16 and 32 rows
     without = [k for k in few if not (k.products and k.loads_128)]
     assert not without, "\n" + sass.table(without)
-    # Two blocks of 256 threads on an SM, and one for 64 rows.
-    assert sorted(k.registers > 128 for k in few) == [False] * 4 + [True] * 2
+    assert max(k.registers for k in few) <= 128  # a block of 512 threads on an SM
 
 
 def test_the_product_of_a_gated_mlp_is_one_loop_on_tensor_cores(kernels) -> None:

@@ -84,9 +84,6 @@ struct Runner {
   void hopper(const LinearActParams&, const GemmConfig&) {
     throw std::runtime_error("there is no GPU");
   }
-  void few_rows(const LinearActParams&, const FewRowsConfig&) {
-    throw std::runtime_error("there is no GPU");
-  }
   void hopper_bwd(const LinearActBwdParams&, const LinearActBwdConfig&) {
     throw std::runtime_error("there is no GPU");
   }

@@ -14,7 +14,7 @@ struct Call {
   void *x, *weight, *bias, *down, *up, *t, *output;
   float scale;
   // Results: what was chosen.
-  int chosen_cluster, clusters, tiles, own_tiles, k_groups, steps;
+  int chosen_cluster, clusters, tiles, own_tiles, steps;
 };
 
 }  // namespace
@@ -49,7 +49,6 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
     call->clusters = config.clusters;
     call->tiles = config.tiles;
     call->own_tiles = config.own_tiles;
-    call->k_groups = config.k_groups();
     call->steps = config.steps;
     emulation::check_launch(launch_lora_decode(params, config, nullptr));
   });

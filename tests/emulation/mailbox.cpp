@@ -104,6 +104,7 @@ void mailbox_expect(uint64_t* barrier, int bytes) {
 void mailbox_send(void* slot, uint64_t* barrier, unsigned rank, const void* value, size_t size) {
   const size_t slot_offset = offset_in_shared(slot, size);
   const size_t offset = offset_in_shared(barrier, kBarrierBytes);
+  if (cluster.blocks.size() == 1) complain(" sends in a launch without clusters");
   if (rank >= cluster.blocks.size()) complain(" sends to a block that its cluster does not have");
   Block& block = *cluster.blocks[rank];
   const auto ended = [](const auto& thread) { return thread->wait == Wait::kEnd; };

@@ -73,6 +73,24 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 #endif
 }
 
+// The same when `value` has been computed from all that the thread has read of other blocks, after
+// which they may end, but not write there. It does not wait for what it has written elsewhere.
+__device__ __forceinline__ void cluster_arrive_behind(float value) {
+#if defined(FUSEDCUDA_EMULATION)
+  ::emulation::cluster_arrive();
+#elif !defined(FUSEDCUDA_NO_CLUSTERS)
+  // No computation gives this NaN, but nobody knows before it is done.
+  asm volatile(
+      "{\n"
+      ".reg .pred never;\n"
+      "setp.eq.b32 never, %0, 0x7fabcdef;\n"
+      "@never trap;\n"
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "}" ::"r"(__float_as_int(value))
+      : "memory");
+#endif
+}
+
 __device__ __forceinline__ void cluster_wait() {
 #if defined(FUSEDCUDA_EMULATION)
   ::emulation::cluster_wait();
@@ -98,6 +116,27 @@ __device__ __forceinline__ void store_to_cluster(T* shared, unsigned rank, T val
   *remote = value;
 }
 
+// Reads what `shared` is in block `rank`. The cluster's barrier lies between this and what is
+// written there, before and after. 16 bytes.
+template <typename T>
+__device__ __forceinline__ T load_from_cluster(const T* shared, unsigned rank) {
+  static_assert(sizeof(T) == 16, "four words");
+  T value;
+#if defined(FUSEDCUDA_EMULATION)
+  memcpy(&value, ::emulation::map_to_cluster(const_cast<T*>(shared), rank), sizeof(T));
+#elif defined(FUSEDCUDA_NO_CLUSTERS)
+  value = *shared;
+#else
+  uint32_t words[4];
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared_address_in(shared, rank))
+               : "memory");
+  memcpy(&value, words, sizeof(T));
+#endif
+  return value;
+}
+
 // A place in each block's dynamic shared memory for values that the blocks of a cluster send each
 // other, and a barrier (mbarrier) that counts their bytes. Other than cluster_arrive(), which waits
 // until everything the thread has written is visible, results in global memory included, it waits
@@ -107,9 +146,10 @@ __device__ __forceinline__ void store_to_cluster(T* shared, unsigned rank, T val
 //   send(&slots[cluster_rank()], rank, v);    // anybody, any block, before or after
 //   wait();                                   // all: `bytes` have arrived
 //
-// init() by one thread, and a cluster barrier behind it, come first. Whoever sends to a block for
-// the next round has to know that it has finished this one, so rounds take turns between two
-// mailboxes, and every thread sends for the next only after it has read this one's values.
+// A launch without clusters has none of this. init() by one thread, and a cluster barrier behind
+// it, come first. Whoever sends to a block for the next round has to know that it has finished this
+// one, so rounds take turns between two mailboxes, and every thread sends for the next only after
+// it has read this one's values.
 class ClusterMailbox {
  public:
   // `barrier`: 8 bytes of dynamic shared memory, at the same place in every block.
