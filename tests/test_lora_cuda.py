@@ -67,6 +67,7 @@ def test_up_equals_the_reference_to_the_last_bit(dtype, rank, transposed):
 @every_half
 def test_decode_equals_the_reference_to_the_last_bit(dtype, m, rank):
     """Few are not zero, so that sums are exact: rounded once, as the reference rounds."""
+    fusedcuda.load("lora")
 
     def sparse(*shape: int) -> Tensor:
         return small(*shape, dtype=dtype) * (torch.rand(shape, device="cuda") < min(1, 24 / k))
