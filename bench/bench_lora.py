@@ -153,9 +153,24 @@ def peers(mode: str, rank: int, dropout_p: float) -> dict[str, Provider]:
 # -- cases ----------------------------------------------------------------------------------------
 
 
-def lora_linear(shape: MNK, mode: str, rank: int = 16, dropout_p: float = 0.0, **fields) -> Case:
-    words = (f"r{rank}", f"dropout {dropout_p:g}" if dropout_p else "")
+def other_paths(shape: MNK, dropout_p: float) -> dict[str, Provider]:
     few = shape[0] <= DECODE[0]
+    return {
+        "fusedcuda, one launch": fused_layer(dropout_p, "decode" if few else "fused"),
+        "fusedcuda, apart": fused_layer(dropout_p, "apart"),
+        "fusedcuda, residual": fused_layer(dropout_p, "residual"),
+    }
+
+
+def lora_linear(
+    shape: MNK,
+    mode: str,
+    rank: int = 16,
+    dropout_p: float = 0.0,
+    has_paths: bool = True,
+    **fields,
+) -> Case:
+    words = (f"r{rank}", f"dropout {dropout_p:g}" if dropout_p else "")
     return new_case(
         "lora_linear", " ".join(filter(None, words)), shape, BF16, mode=mode,
         traffic=layer_traffic(shape, rank, mode),
@@ -163,9 +178,7 @@ def lora_linear(shape: MNK, mode: str, rank: int = 16, dropout_p: float = 0.0, *
         reference=eager_layer(dropout_p),
         providers={
             "fusedcuda": fused_layer(dropout_p, "auto"),
-            "fusedcuda, one launch": fused_layer(dropout_p, "decode" if few else "fused"),
-            "fusedcuda, apart": fused_layer(dropout_p, "apart"),
-            "fusedcuda, residual": fused_layer(dropout_p, "residual"),
+            **(other_paths(shape, dropout_p) if has_paths else {}),
             BASE: linear_alone(),
             **peers(mode, rank, dropout_p),
         },
@@ -205,10 +218,12 @@ LORAFUSION_TOKENS = (2048, 4096, 8192)
 def build_cases() -> list[Case]:
     small: MNK = (16, 64, 64)
     published = [
-        lora_linear((tokens, size, size), mode, dropout_p=dropout_p, group="lorafusion")
+        lora_linear(
+            (tokens, size, size), mode, dropout_p=dropout_p, has_paths=False, group="lorafusion"
+        )
+        for dropout_p in (0.0, 0.1)
         for size in LORAFUSION_SIZES
         for tokens in LORAFUSION_TOKENS
-        for dropout_p in (0.0, 0.1)
         for mode in ("forward", "backward", "both")
         if (tokens, size, size) != SQUARE or dropout_p or mode == "both"
     ]
@@ -225,8 +240,8 @@ def build_cases() -> list[Case]:
             layer_inputs(small, 16), eager_layer(0.0), ours=fused_layer(0.0, "auto"),
             constants=1,
         ),
-        *published,
         *(lora_linear(SQUARE, mode, rank=rank) for rank in (8, 256) for mode in MODES),
+        *published,
     ]  # fmt: skip
 
 
