@@ -6,6 +6,7 @@ They need matplotlib.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from bench.tables import GRAD_MODES, host_operations
 
 ACCENT = "#0a66c2"
 INK, MUTED, RULE = "#222222", "#777777", "#e3e3e3"
+# What a layer cannot do without; no peers.
+YARDSTICKS = (MATMUL, "linear alone")
 # Peers are greys: dark for the strongest. Line style and marker tell them apart without colour.
 STYLES = {
     OURS: {"color": ACCENT, "linewidth": 2.4, "marker": "o", "zorder": 5},
@@ -30,14 +33,18 @@ STYLES = {
     "compile concatenated": {"color": "#666666", "marker": "d", "linestyle": "-"},
     "torch.linear_cross_entropy": {"color": "#666666", "marker": "h", "linestyle": "-"},
     "addmm_activation": {"color": "#a6a6a6", "marker": "p", "linestyle": "--"},
-    MATMUL: {"color": "#e0e0e0", "marker": "|"},
+    "addmm": {"color": "#a6a6a6", "marker": "p", "linestyle": "--"},
+    "peft": {"color": "#808080", "marker": "h", "linestyle": ":"},
+    "K-extension": {"color": "#5c5c5c", "marker": "d", "linestyle": "-"},
+    **{name: {"color": "#888888", "marker": "|"} for name in YARDSTICKS},
     "native": {"color": "#d4d4d4", "marker": "*"},
 }
 
 NAMES = {"compile": "torch.compile", "triton": "Triton, autotuned", "eager": "eager PyTorch",
          "liger": "Liger", "liger_packed": "Liger, packed", "quack": "QuACK",
          QUACK_ELSEWHERE: "QuACK, not interleaved", "native": "one native op",
-         MATMUL: "the matrix product alone",
+         MATMUL: "the matrix product alone", "linear alone": "the linear alone",
+         "addmm": "addmm into the output",
          "addmm_activation": "torch._addmm_activation",
          "concatenated": "eager, packed weight",
          "compile concatenated": "torch.compile, packed weight",
@@ -80,6 +87,8 @@ def draw(
     written = []
     labels = {provider: provider for provider in STYLES} | NAMES | dict(names or {})
     pictures = {"throughput": throughput, "speedup": speedup, "host": host}
+    for group in summary.further_groups():
+        pictures[f"{group}_speedup"] = partial(speedup, group=group)
     if with_memory:
         pictures["memory"] = memory
     for name, plot in pictures.items():
@@ -151,9 +160,10 @@ def throughput(plt, summary: Summary, labels: Mapping[str, str]):
     return figure
 
 
-def speedup(plt, summary: Summary, labels: Mapping[str, str]):
+def speedup(plt, summary: Summary, labels: Mapping[str, str], group: str = "main"):
     """How many times faster than eager."""
-    figure = against_eager(plt, summary, labels, "gpu_cold", "times faster than eager PyTorch")
+    text = "times faster than eager PyTorch"
+    figure = against_eager(plt, summary, labels, "gpu_cold", text, group)
     if figure is not None:
         caption(figure, summary, "GPU time, cold buffers")
     return figure
@@ -168,9 +178,11 @@ def memory(plt, summary: Summary, labels: Mapping[str, str]):
     return figure
 
 
-def against_eager(plt, summary: Summary, labels: Mapping[str, str], metric: str, text: str):
+def against_eager(
+    plt, summary: Summary, labels: Mapping[str, str], metric: str, text: str, group: str = "main"
+):
     """A bar for fusedcuda and a mark for each peer: what eager takes over what they take."""
-    entries = [e for e in summary.group("main") if e.ratio("eager", metric)]
+    entries = [e for e in summary.group(group) if e.ratio("eager", metric)]
     if not entries:
         return None
     size = (8.4, 0.27 * len(entries) + 1.1)
@@ -179,14 +191,14 @@ def against_eager(plt, summary: Summary, labels: Mapping[str, str], metric: str,
     values = [e.ratio("eager", metric) for e in entries]
     axis.barh(rows, values, 0.62, color=ACCENT, label=OURS)
     for row, (entry, value) in enumerate(zip(entries, values, strict=True)):
-        least = entry.best_peer(metric)[1]
+        least = min(filter(None, (entry.time(p, metric) for p in STYLES)))
         right = max(value, entry.time("eager", metric) / least)
         axis.annotate(
             f"{value:.2f}x", (right, row), xytext=(8, 0), textcoords="offset points",
             va="center", fontsize=8, color=ACCENT, fontweight="bold",
         )  # fmt: skip
     # The products alone are a yardstick of time: what they leave out is what takes memory.
-    without = (OURS, "eager", MATMUL) if metric == "peak_memory" else (OURS, "eager")
+    without = (OURS, "eager", *(YARDSTICKS if metric == "peak_memory" else ()))
     for provider in (p for p in STYLES if p not in without):
         marks = [
             (entry.time("eager", metric) / taken, row)
@@ -195,9 +207,11 @@ def against_eager(plt, summary: Summary, labels: Mapping[str, str], metric: str,
         ]
         if marks:
             style = STYLES[provider]
+            is_line = style["marker"] == "|"
             axis.scatter(
-                *zip(*marks, strict=True), s=34, marker=style["marker"], color=style["color"],
-                edgecolors="white", linewidths=0.8, zorder=4, label=labels[provider],
+                *zip(*marks, strict=True), s=90 if is_line else 34, marker=style["marker"],
+                color=style["color"], edgecolors=None if is_line else "white",
+                linewidths=1.6 if is_line else 0.8, zorder=4, label=labels[provider],
             )  # fmt: skip
     axis.axvline(1, color=INK, linestyle=(0, (5, 4)), linewidth=1)
     axis.invert_yaxis()

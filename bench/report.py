@@ -327,3 +327,8 @@ class Summary:
 
     def group(self, name: str) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.group == name]
+
+    def further_groups(self) -> list[str]:
+        """Those of a family's own, such as the layers of a published model."""
+        groups = dict.fromkeys(entry.group for entry in self.entries.values())
+        return [name for name in groups if name not in ("main", "sweep", "host")]

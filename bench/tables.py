@@ -149,6 +149,13 @@ def host_lines(summary: Summary) -> list[str]:
 # -- markdown -------------------------------------------------------------------------------------
 
 
+GROUP_TITLES = {
+    "rows": "Numbers of rows",
+    "dlrm": "The layers of MLPerf's DLRM",
+    "lorafusion": "The layers of LoRAFusion",
+}
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     body = [f"| {' | '.join(row)} |" for row in rows]
     return [f"| {' | '.join(header)} |", "|---" + "|---:" * (len(header) - 1) + "|", *body, ""]
@@ -185,6 +192,8 @@ def markdown(family: str, summary: Summary, plots: Sequence[Path], remark: str =
     lines += target_section(summary)
     lines += gpu_section(summary, "main", "GPU time, one case a block")
     lines += gpu_section(summary, "sweep", "Sizes")
+    for group in summary.further_groups():
+        lines += gpu_section(summary, group, GROUP_TITLES.get(group, group))
     lines += host_section(summary)
     lines += failure_section(summary)
     lines += ["## The card", "", "Read before and after; nothing was set.", ""]
@@ -231,10 +240,13 @@ def gpu_section(summary: Summary, group: str, title: str) -> list[str]:
               "peak MB", "fusedcuda is")  # fmt: skip
     if not rows:
         return []
+    cases: dict[str, list[str]] = {}  # by what is said of a provider
+    for entry in summary.group(group):
+        for provider, note in entry.notes.items():
+            cases.setdefault(f"{provider}: {note}", []).append(entry.label)
     notes = [
-        f"- {entry.label}: {provider}: {note}"
-        for entry in summary.group(group)
-        for provider, note in entry.notes.items()
+        f"- {found[0]}: {note}" if len(found) == 1 else f"- {note} ({len(found)} cases)"
+        for note, found in cases.items()
     ]
     notes += [
         f"- {entry.label}: the buffers together are only {entry.l2_multiple:.1f}x the L2"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # bench is not part of the inst
 
 from scripted_backend import ScriptedBackend, relu_case, run, with_provider
 
-from bench import device, harness, tables
-from bench.cases import QUACK_ELSEWHERE, faster, within
+from bench import device, harness, plots, tables
+from bench.cases import QUACK_ELSEWHERE, Case, faster, within
 from bench.report import COLUMNS, percentiles, read
 
 # -- what is reported -----------------------------------------------------------------------------
@@ -74,6 +75,34 @@ def test_points_of_a_plot_are_in_the_order_of_their_sizes(tmp_path):
     summary = run(tmp_path, [*cases, relu_case("other")], ScriptedBackend([9.0, 10.0, 9.0] * 4))
     (panel,) = summary.panels().values()
     assert [entry.x_value for entry in panel] == ["512", "1024", "4096"]
+
+
+def test_every_group_has_a_table_and_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    groups = {"layer": "main", "13-512": "dlrm", "512-256": "dlrm", "point": "sweep"}
+    cases = [relu_case(label, group=group) for label, group in groups.items()]
+    summary = run(tmp_path, cases, ScriptedBackend([9.0, 10.0, 9.0] * 4))
+    assert summary.further_groups() == ["dlrm"]
+    page = tables.markdown("relu", summary, [])
+    for label in groups:
+        assert f"| {label} | fusedcuda |" in page
+    assert "## The layers of MLPerf's DLRM" in page
+    written = plots.draw(summary, tmp_path, family="relu")
+    assert {"relu_speedup.png", "relu_dlrm_speedup.png"} <= {path.name for path in written}
+
+
+def test_what_is_said_of_several_cases_is_said_once(tmp_path):
+    def with_note(label: str, note: str) -> Case:
+        case = relu_case(label)
+        providers = {**case.providers, "eager": replace(case.providers["eager"], note=note)}
+        return replace(case, providers=providers)
+
+    notes = {"a": "as it is", "b": "as it is", "c": "copied"}
+    cases = [with_note(label, note) for label, note in notes.items()]
+    summary = run(tmp_path, cases, ScriptedBackend([9.0, 10.0, 9.0] * 3))
+    page = tables.markdown("relu", summary, [])
+    assert "- eager: as it is (2 cases)" in page
+    assert "- c: eager: copied" in page
 
 
 def test_a_target_that_was_not_measured_is_not_met(tmp_path):

@@ -110,8 +110,7 @@ def lora_linear_backward(
 #   decode: all of it, t included, is one launch for few rows (lora_decode); extended where that has
 #     no kernel
 #   fused: all of it, t included, is one launch (lora_product); extended where that has no kernel.
-#     Only where it is forced: not measured since its products are asynchronous
-#     (bench/results/h200/lora_notes.md)
+#     Only where it is forced: 1 to 3 % slower than extended (bench/results/h200/lora_notes.md)
 #   extended: in the same product, as more of what is added up (linear_act_extended); apart where
 #     that has no kernel, or a slower one
 #   apart: added to the finished product (two more passes over the output)
