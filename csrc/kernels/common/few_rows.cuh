@@ -3,9 +3,8 @@
 //
 // - The blocks of a cluster have the same rows of the weights, and each a part of the columns, of
 //   which it keeps x in shared memory. So all of x is read once a cluster, not once a block.
-// - A warp reads 16 rows of weights at a time from the memory into registers, and multiplies them
-// by
-//   all rows of x (mma.sync, with rows of weights as its columns). It has asked for the next ones
+// - A warp reads 16 rows of weights at a time from memory into registers, and multiplies them by
+//   all rows of x (mma.sync, weights as its columns). It has asked for the next ones
 //   before that. The warps of a block have equal shares of all its weights, whole rows or not.
 // - A block adds up the parts of its warps. Then each block reads those of all blocks, of the rows
 //   whose results it makes, and adds them in an order that the shapes decide. No block waits for
