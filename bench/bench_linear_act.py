@@ -128,10 +128,10 @@ def addmm_activation(activation: str) -> Provider:
 
 def matmul_alone(mode: str) -> Provider:
     """The products without bias or activation: what an epilogue that costs nothing would take."""
-    both = "its two products" if mode == "backward" else "the product"
+    products = {"forward": "the product", "backward": "its two products", "both": "its products"}
     return Provider(
         lambda: F.linear, adapt=lambda tensors: tensors[:2], checked=False,
-        note=f"{both} without bias and activation; not a peer",
+        note=f"{products[mode]} without bias and activation; not a peer",
     )  # fmt: skip
 
 
@@ -195,26 +195,27 @@ def mlp(tokens: int, width: int, mode: str) -> Case:
     )  # fmt: skip
 
 
-def dlrm_layers(batch: int) -> list[Case]:
-    """MLPerf's DLRM: the bottom layers 13-512-256-128, the top 479-1024-1024-512-256."""
-    bottom = [(batch, 512, 13), (batch, 256, 512), (batch, 128, 256)]
-    top = [(batch, 1024, 479), (batch, 1024, 1024), (batch, 512, 1024), (batch, 256, 512)]
+def dlrm_layers(batch: int, *modes: str) -> list[Case]:
+    """MLPerf's DLRM: the bottom layers 13-512-256-128, the top 479-1024-1024-512-256-1."""
+    bottom = [(512, 13), (256, 512), (128, 256)]
+    top = [(1024, 479), (1024, 1024), (512, 1024), (256, 512), (1, 256)]
     return [
-        layer("relu", shape, mode, variant="dlrm", group="dlrm")
-        for shape in (*bottom, *top)
-        for mode in ("forward", "backward")
+        layer("relu", (batch, *shape), mode, variant="dlrm", group="dlrm")
+        for shape in dict.fromkeys(bottom + top)
+        for mode in modes
     ]
 
 
 def build_cases() -> list[Case]:
     small: MNK = (16, 64, 64)
     relu_small = eager_layer("relu")
+    passes = ("forward", "backward")
     return [
-        *(layer("relu", (65536, 512, 16), mode) for mode in ("forward", "backward")),
-        *(layer("relu", DLRM_TOP, mode) for mode in ("forward", "backward")),
+        *(layer("relu", (65536, 512, 16), mode) for mode in passes),
+        *(layer("relu", DLRM_TOP, mode) for mode in passes),
         layer("gelu_tanh", DLRM_TOP, "forward"),
         layer("relu", (65536, 1024, 479), "forward", variant="padded", pitch=480),
-        *(layer("gelu_tanh", shape, mode) for shape in GPT for mode in ("forward", "backward")),
+        *(layer("gelu_tanh", shape, mode) for shape in GPT for mode in passes),
         *(layer("gelu_tanh", shape, "forward") for shape in LARGE),
         layer("gelu_tanh", (16, 4096, 4096), "forward"),
         *host_cases(
@@ -224,11 +225,16 @@ def build_cases() -> list[Case]:
         ),
         *(layer(name, (8192, 4096, 1024), "forward") for name in ("gelu", "silu", "none")),
         *(layer("gelu_tanh", shape, "backward") for shape in LARGE),
-        *(mlp(8192, width, mode) for width in (768, 1024) for mode in ("forward", "backward")),
+        *(mlp(8192, width, mode) for width in (768, 1024) for mode in passes),
         layer("relu", (65536, 1024, 479), "forward", variant="unpadded"),
-        *dlrm_layers(65536),
-        *dlrm_layers(2048),
-        *(mlp(8192, 4096, mode) for mode in ("forward", "backward")),
+        *dlrm_layers(65536, *passes),
+        *dlrm_layers(2048, *passes),
+        *(mlp(8192, 4096, mode) for mode in passes),
+        *(layer("relu", shape, "both") for shape in ((65536, 512, 16), DLRM_TOP)),
+        *(layer("gelu_tanh", shape, "both") for shape in (*GPT, *LARGE)),
+        *(mlp(8192, width, "both") for width in (768, 1024, 4096)),
+        *dlrm_layers(65536, "both"),
+        *dlrm_layers(2048, "both"),
     ]  # fmt: skip
 
 
