@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,89 +20,78 @@ from .ops._lora_reference import NONE
 from .ops._rows import as_matrix
 
 
+class _Layer(NamedTuple):
+    """The arguments of the raw operators."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor
+    lora_b: Tensor
+    seed: Tensor | None
+    activation: int
+    scale: float
+    dropout_p: float
+
+
+class _Product(NamedTuple):
+    """``y = x @ weight.T + bias + t @ factor.T``, or the gradient of ``x`` as one."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    t: Tensor
+    factor: Tensor
+    y: Tensor
+
+
 def _explain_lora_linear(arguments: dict[str, Any], backward: bool) -> Explanation:
     names = ("x", "weight", "bias", "lora_a", "lora_b")
-    operands: tuple[Any, ...] = family.cast(*(arguments[name] for name in names))
+    x, weight, bias, lora_a, lora_b = family.cast(*(arguments[name] for name in names))
     activation = activation_code("lora_linear", arguments["activation"])
     scale, dropout_p = arguments["scale"], arguments["dropout_p"]
     drops = arguments["training"] and dropout_p > 0
-    seed = torch.zeros(1, dtype=torch.int64, device=operands[0].device) if drops else None
-    call: tuple[Any, ...] = (*operands, seed, activation, scale, dropout_p)
-    reference.check_lora("lora_linear", *call)
+    seed = torch.zeros(1, dtype=torch.int64, device=x.device) if drops else None
+    layer = _Layer(x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p)
+    reference.check_lora("lora_linear", *layer)
     parts = Parts()
     describe = _describe_backward if backward else _describe_forward
-    describe(parts, *call)
+    describe(parts, layer)
     return parts.explanation("lora_linear")
 
 
-def _describe_forward(
-    parts: Parts,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    seed: Tensor | None,
-    activation: int,
-    scale: float,
-    dropout_p: float,
-) -> None:
-    y, t, *z = reference.lora_linear_forward_fake(
-        x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p
-    )
-    records = torch.is_grad_enabled() and any(
-        operand is not None and operand.requires_grad
-        for operand in (x, weight, bias, lora_a, lora_b)
-    )
+def _describe_forward(parts: Parts, layer: _Layer) -> None:
+    y, t, *z = reference.lora_linear_forward_fake(*layer)
+    x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p = layer
+    operands = (x, weight, bias, lora_a, lora_b)
+    records = torch.is_grad_enabled() and any(o is not None and o.requires_grad for o in operands)
     saves = records and bool(z)
     in_product = NONE if saves else activation
-    path = cuda.choose_path()
-    factor = cuda.padded(lora_b.detach(), t, dim=1)
     rows = as_matrix(x).detach()
+    product = _Product(x, weight, bias, t, cuda.padded(lora_b.detach(), t, dim=1), y)
     launch = cuda.one_launch(rows, lora_a.shape[0], seed, in_product)
-    adapter = (lora_a, factor, scale)
-    if launch and _add_one_launch(parts, launch, rows, weight, bias, adapter, in_product, t, y):
+    of_rows = product._replace(x=rows)
+    if launch and _add_one_launch(parts, launch, of_rows, lora_a, scale, in_product):
         activation_left = saves
     else:
         _add_down(parts, "t", rows, lora_a, seed, scale, dropout_p)
-        activation_left = _add_product(
-            parts, path, x, weight, bias, t, factor, y, activation, in_product
-        )
+        activation_left = _add_product(parts, product, activation, in_product)
     if activation_left:
         given = {"x": y, "bias": 0.0, "activation": _name_of(activation)}
         parts.include(_explain_pointwise.EXPLAINERS[pointwise.bias_act](given, False))
 
 
-def _add_product(
-    parts: Parts,
-    path: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    t: Tensor,
-    factor: Tensor,
-    y: Tensor,
-    activation: int,
-    in_product: int,
-) -> bool:
+def _add_product(parts: Parts, product: _Product, activation: int, in_product: int) -> bool:
     """Returns whether the activation is left to do."""
-    in_one = path in cuda.IN_ONE_PRODUCT
-    if in_one and _add_extended(parts, x, weight, bias, t, factor, y, in_product):
+    path = cuda.choose_path()
+    if path in cuda.IN_ONE_PRODUCT and _add_extended(parts, product, in_product):
         return activation != in_product
-    _add_linear_and_branch(parts, path, x, weight, bias, t, factor, y)
+    _add_linear_and_branch(parts, product, path)
     return activation != NONE and (path != "residual" or in_product == NONE)
 
 
-def _add_linear_and_branch(
-    parts: Parts,
-    path: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    t: Tensor,
-    factor: Tensor,
-    y: Tensor,
-) -> None:
+def _add_linear_and_branch(parts: Parts, product: _Product, path: str) -> None:
+    x, weight, bias, t, factor, y = product
     linear: dict[str, Any] = {
         "x": x,
         "weight": weight,
@@ -136,21 +125,13 @@ def _add_branch(parts: Parts, t: Tensor, factor: Tensor, base: Tensor) -> None:
 
 
 def _add_one_launch(
-    parts: Parts,
-    launch: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    adapter: tuple[Tensor, Tensor, float],
-    activation: int,
-    t: Tensor,
-    y: Tensor,
+    parts: Parts, launch: str, product: _Product, down: Tensor, scale: float, activation: int
 ) -> bool:
     """One launch of everything, if there is a kernel for that."""
     _jit.load(family.FAMILY)
-    lora_a, factor, scale = adapter
-    down, up, scale = cuda.fused_arguments(lora_a.detach(), factor, scale)
-    given = [x, weight.detach(), bias, down, up, scale]
+    x, weight, bias, t, factor, y = product
+    adapter = cuda.fused_arguments(down.detach(), factor, scale)
+    given = [x, weight.detach(), bias, *adapter]
     if launch == "lora_decode":
         given.append(activation)
     text = getattr(torch.ops.fusedcuda, f"{launch}_plan")(*given, multiprocessors())
@@ -160,65 +141,44 @@ def _add_one_launch(
     kernels = 2 if launch == "lora_product" else 1
     plan = {"path": launch, "kernels": kernels, "copies": []} | json.loads(text)
     line = f"  {launch}: t, and the product with the branch in it, in one launch"
-    parts.add(plan, [x, weight, bias, lora_a, up, t, y], f"{line}: {plan['blocks']} blocks")
+    parts.add(plan, [x, weight, bias, down, factor, t, y], f"{line}: {plan['blocks']} blocks")
     return True
 
 
-def _add_extended(
-    parts: Parts,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    t: Tensor,
-    factor: Tensor,
-    y: Tensor,
-    activation: int,
-) -> bool:
+def _add_extended(parts: Parts, product: _Product, activation: int) -> bool:
     """One product of both, if there is a kernel for that."""
     _jit.load(linear_family.FAMILY)
-    text = torch.ops.fusedcuda.linear_act_extended_plan(x, weight, bias, t, factor, activation)
+    text = torch.ops.fusedcuda.linear_act_extended_plan(*product[:-1], activation)
     if not text:
         return False
     plan = json.loads(text)
     plan["kernels"] = _explain_linear_act._kernels(plan)
     lines = _explain_linear_act._describe(plan)
-    parts.add(plan, [x, weight, bias, t, factor, y], "\n".join(lines))
-    parts.lines.append(f"    with {factor.shape[1]} more products in each sum: the branch")
+    parts.add(plan, list(product), "\n".join(lines))
+    ranks = product.factor.shape[1]
+    parts.lines.append(f"    with {ranks} more products in each sum: the branch")
     return True
 
 
-def _describe_backward(
-    parts: Parts,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    seed: Tensor | None,
-    activation: int,
-    scale: float,
-    dropout_p: float,
-) -> None:
+def _describe_backward(parts: Parts, layer: _Layer) -> None:
     """With a gradient of weight and bias only where they ask for one: they are frozen as a rule."""
-    dy, t, *_ = reference.lora_linear_forward_fake(
-        x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p
-    )
+    dy, t, *_ = reference.lora_linear_forward_fake(*layer)
+    x, weight, bias, lora_a, lora_b, seed, activation, scale, dropout_p = layer
     dz, rows = as_matrix(dy), as_matrix(x)
     if activation != NONE:
         given = {"x": dy, "bias": 0.0, "activation": _name_of(activation)}
         parts.include(_explain_pointwise.EXPLAINERS[pointwise.bias_act](given, True))
-    factor = cuda.padded(lora_a.detach(), t, dim=0)
-    transposed = weight.detach().T
+    factor = cuda.padded(lora_a.detach(), t, dim=0).T
+    product = _Product(dz, weight.detach().T, None, t, factor, rows)
     launch = cuda.one_launch(dz, lora_a.shape[0], seed, NONE)
-    adapter = (lora_b.T, factor.T, scale)
     in_one_launch = launch == "lora_product" and _add_one_launch(
-        parts, launch, dz, transposed, None, adapter, NONE, t, rows
+        parts, launch, product, lora_b.T, scale, NONE
     )
     if not in_one_launch:
         _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
         in_one = cuda.choose_path() in cuda.IN_ONE_PRODUCT and seed is None
-        if not (in_one and _add_extended(parts, dz, transposed, None, t, factor.T, rows, NONE)):
-            _add_dx_and_branch(parts, dz, weight, t, factor, rows, seed)
+        if not (in_one and _add_extended(parts, product, NONE)):
+            _add_dx_and_branch(parts, product, seed)
     if weight.requires_grad:
         parts.add(_cublas("dz.T @ x"), [dz, rows, weight], "  gradient of weight: as linear_act's")
     if bias is not None and bias.requires_grad:
@@ -227,19 +187,12 @@ def _describe_backward(
     _add_up(parts, "lora_b", t, dz, lora_b, None, 0.0, transposed=True)
 
 
-def _add_dx_and_branch(
-    parts: Parts,
-    dz: Tensor,
-    weight: Tensor,
-    dt: Tensor,
-    factor: Tensor,
-    rows: Tensor,
-    seed: Tensor | None,
-) -> None:
+def _add_dx_and_branch(parts: Parts, product: _Product, seed: Tensor | None) -> None:
+    dz, weight, _, dt, factor, rows = product
     line = "  gradient of x: a product as linear_act's"
     parts.add(_cublas("dz @ weight"), [dz, weight, rows], line)
     if seed is None:
-        _add_branch(parts, dt, factor.T, rows)
+        _add_branch(parts, dt, factor, rows)
         return
     line = "    its part of the branch: cuBLAS, dropout by a kernel of its own, and a sum"
     parts.add(_cublas("dt @ lora_a", kernels=3), [dt, factor, *[rows] * 6], line)
