@@ -62,26 +62,37 @@ def test_up_equals_the_reference_to_the_last_bit(dtype, rank, transposed):
                 assert torch.equal(_ops.lora_up(*arguments), on_cpu("lora_up", *arguments))
 
 
-@pytest.mark.parametrize("rank", [1, 5, 16, 64])
-@pytest.mark.parametrize("m", [1, 7, 16, 17, 32])
-@every_half
-def test_decode_equals_the_reference_to_the_last_bit(dtype, m, rank):
+def check_decode(m: int, n: int, k: int, rank: int, dtype: torch.dtype) -> None:
     """Few are not zero, so that sums are exact: rounded once, as the reference rounds."""
-    fusedcuda.load("lora")
 
     def sparse(*shape: int) -> Tensor:
         return small(*shape, dtype=dtype) * (torch.rand(shape, device="cuda") < min(1, 24 / k))
 
+    up = torch.zeros(n, -(-rank // 8) * 8, dtype=dtype, device="cuda")
+    up[:, :rank] = small(n, rank, dtype=dtype)
+    given = (sparse(m, k), sparse(n, k), small(n, dtype=dtype), sparse(rank, k), up, 0.5, 1)
+    assert _ops.lora_decode_plan(*given, 132)
+    poison("cuda", m * n * 2)
+    expected = _ops.lora_decode(*(a.cpu() if isinstance(a, Tensor) else a for a in given))
+    for _ in range(2):
+        for actual, wanted in zip(_ops.lora_decode(*given), expected, strict=True):
+            assert torch.equal(actual.cpu(), wanted)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 16, 64])
+@pytest.mark.parametrize("m", [1, 7, 16, 17, 32])
+@every_half
+def test_decode_equals_the_reference_to_the_last_bit(dtype, m, rank):
+    fusedcuda.load("lora")
     for n, k in ((4096, 4096), (1000, 1032), (40, 14336), (133, 8), (30_000, 512)):
-        up = torch.zeros(n, -(-rank // 8) * 8, dtype=dtype, device="cuda")
-        up[:, :rank] = small(n, rank, dtype=dtype)
-        given = (sparse(m, k), sparse(n, k), small(n, dtype=dtype), sparse(rank, k), up, 0.5, 1)
-        assert _ops.lora_decode_plan(*given, 132)
-        poison("cuda", m * n * 2)
-        expected = _ops.lora_decode(*(a.cpu() if isinstance(a, Tensor) else a for a in given))
-        for _ in range(2):
-            for actual, wanted in zip(_ops.lora_decode(*given), expected, strict=True):
-                assert torch.equal(actual.cpu(), wanted)
+        check_decode(m, n, k, rank, dtype)
+
+
+@pytest.mark.parametrize(("n", "k"), [(128_256, 264), (70_000, 2056)])
+def test_decode_in_groups_of_tiles(n, k):
+    """Of a block, and of a cluster: more rows of the weight than it adds up at a time."""
+    fusedcuda.load("lora")
+    check_decode(3, n, k, 5, BF16)
 
 
 def test_masks_are_those_of_the_cpu():
