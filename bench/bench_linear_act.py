@@ -24,6 +24,7 @@ from bench.cases import (
     Traffic,
     faster,
     for_mode,
+    forced,
     fusedcuda_op,
     host_cases,
     imported,
@@ -148,6 +149,22 @@ def peers(activation: str, mode: str, is_slow: bool) -> dict[str, Provider]:
     return found | where_installed("quack", "quack", quack)
 
 
+MOST_FEW_INPUTS = 16
+
+
+def few_inputs(activation: str) -> Provider:
+    """By the kernel for few inputs, which is taken only where it is asked for."""
+
+    def build() -> Function:
+        import fusedcuda
+
+        fusedcuda.load("linear_act")
+        layer = partial(fusedcuda.linear_act, activation=activation)
+        return forced("linear_act_use", "narrow", layer)
+
+    return Provider(build)
+
+
 # -- cases ----------------------------------------------------------------------------------------
 
 
@@ -156,6 +173,7 @@ def layer(
 ) -> Case:
     eager = eager_layer(activation)
     is_slow = shape in LARGE
+    is_narrow = shape[2] <= MOST_FEW_INPUTS and mode == "forward"
     return new_case(
         "linear_act", " ".join(filter(None, (activation, variant))), shape, BF16, mode=mode,
         traffic=layer_traffic(shape, mode, activation),
@@ -163,6 +181,7 @@ def layer(
         reference=eager,
         providers={
             "fusedcuda": fusedcuda_op("linear_act", activation=activation),
+            **({"fusedcuda, few inputs": few_inputs(activation)} if is_narrow else {}),
             MATMUL: matmul_alone(mode),
             **peers(activation, mode, is_slow),
         },

@@ -66,7 +66,7 @@ PAD = "pad_rows_kernel"
 def test_backends_have_names(use):
     assert use("hopper") == "measured"
     assert use("cublaslt") == "hopper"
-    with pytest.raises(RuntimeError, match="must be measured, hopper or cublaslt; got triton"):
+    with pytest.raises(RuntimeError, match="hopper, cublaslt or narrow; got triton"):
         use("triton")
 
 
@@ -92,6 +92,25 @@ def test_rows_that_are_not_aligned_are_padded(use):
     assert kernels(backward(k=479, mask=0b110)) == [PAD, OWN_BWD]
     use("cublaslt")
     assert PAD not in forward(k=479)
+
+
+def test_layers_of_few_inputs_where_they_are_asked_for(use):
+    narrow = "linear_narrow_kernel"
+    use("narrow")
+    for k in (1, 13, 16):
+        assert forward(k=k) == [narrow]
+        for activation in ACTIVATIONS:
+            assert forward(k=k, activation=activation, saves=True) == [narrow]
+    shifted = torch.empty(256 * 13 + 1, dtype=torch.bfloat16)[1:].view(256, 13)
+    assert forward(k=13, x=shifted) == [narrow]
+    for other in (
+        forward(k=17), forward(n=124, k=13), forward(k=13, dtype=torch.float32),
+        forward(k=13, weight=torch.empty(13, 128, dtype=torch.bfloat16).T),
+    ):  # fmt: skip
+        assert narrow not in other
+    for backend in ("measured", "hopper", "cublaslt"):
+        use(backend)
+        assert narrow not in forward(k=13)
 
 
 def test_cublaslt_is_asked_for_what_the_probe_saw_it_fuse(use):

@@ -181,7 +181,10 @@ def test_linear_cross_entropy(reduction, dtype):
 # ---- Linear layers -------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["hopper", pytest.param("cublaslt", marks=pytest.mark.cublas)])
+BACKENDS = ("hopper", *(pytest.param(b, marks=pytest.mark.cublas) for b in ("cublaslt", "narrow")))
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     fusedcuda.load("linear_act")
     before = torch.ops.fusedcuda.linear_act_use(request.param)

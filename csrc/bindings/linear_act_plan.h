@@ -60,13 +60,27 @@ inline LinearActParams hopper_params(const LinearForward& f) {
   return params;
 }
 
+// Whether the product for few inputs is to be had and taken, of operands where they are.
+inline bool takes_narrow(const LinearForward& f, const PlanSource& source) {
+  if (source.backend != LinearBackend::kNarrow) return false;
+  LinearForward as_given = f;
+  as_given.padded_x = as_given.padded_weight = nullptr;
+  return f.layer.batch == 1 && f.residual.data == nullptr &&
+         narrow_can_run(hopper_params(as_given));
+}
+
 inline bool takes_hopper(const LinearForward& f, const PlanSource& source) {
-  return f.layer.batch == 1 && f.residual.data == nullptr && takes_hopper(hopper_params(f), source);
+  return f.layer.batch == 1 && f.residual.data == nullptr && !takes_narrow(f, source) &&
+         takes_hopper(hopper_params(f), source);
 }
 
 inline bool try_hopper(const LinearForward& f, StepPlanner& planner) {
-  if (!takes_hopper(f, planner.source())) return false;
   const LinearActParams params = hopper_params(f);
+  if (takes_narrow(f, planner.source())) {
+    planner.narrow("y", params);
+    return true;
+  }
+  if (!takes_hopper(f, planner.source())) return false;
   const LinearLayer& layer = f.layer;
   pad_if_copied("x", f.x.matrix, params.a.data, layer.m, layer.k, f.padded_x, planner);
   pad_if_copied("weight", f.weight.matrix, params.b.data, layer.n, layer.k, f.padded_weight,

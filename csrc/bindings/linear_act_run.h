@@ -26,6 +26,9 @@ const Step* run_steps(const Steps& steps, Runner& runner) {
       case StepKind::kHopperBwd:
         runner.hopper_bwd(step.hopper_bwd, step.bwd_config);
         break;
+      case StepKind::kNarrow:
+        runner.narrow(step.hopper);
+        break;
       case StepKind::kProduct:
         runner.product(step.matmul);
         break;
@@ -85,6 +88,8 @@ inline const char* kernel_name(const Step& step) {
       return "linear_act_kernel_sm90";
     case StepKind::kHopperBwd:
       return "linear_act_dx_kernel_sm90, linear_act_dweight_kernel_sm90";
+    case StepKind::kNarrow:
+      return "linear_narrow_kernel";
     case StepKind::kProduct:
       return "torch.matmul";
     case StepKind::kDotRows:

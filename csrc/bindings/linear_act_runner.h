@@ -35,6 +35,10 @@ class TorchRunner {
     throw_on_error(launch_linear_act(params, config, stream_), op_);
   }
 
+  void narrow(const LinearActParams& params) {
+    throw_on_error(launch_linear_narrow(params, source_.device, stream_), op_);
+  }
+
   void hopper_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config) {
     std::optional<Tensor> memory;
     void* const workspace = allocate(config.workspace_bytes, &memory);

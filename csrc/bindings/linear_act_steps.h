@@ -21,6 +21,7 @@ enum class StepKind {
   kMatmul,      // cuBLASLt
   kHopper,      // our own product, with everything in its epilogue
   kHopperBwd,   // likewise both products of the gradient
+  kNarrow,      // our own product for a layer of few inputs, likewise
   kProduct,     // torch's product and additions, for what cuBLASLt has no kernel
   kDotRows,     // our own product for a layer of one output
   kBiasRows,    // the bias in every row of the output, to which a product is then added
@@ -57,7 +58,7 @@ struct Step {
   const char* why = nullptr;  // it takes this step, if a fused one was thinkable
   Matmul matmul;              // kMatmul, kProduct, kDotRows
   std::shared_ptr<MatmulPlan> plan;
-  LinearActParams hopper;
+  LinearActParams hopper;  // kHopper, kNarrow
   GemmConfig config;
   LinearActBwdParams hopper_bwd;
   LinearActBwdConfig bwd_config;
@@ -73,7 +74,7 @@ struct Step {
 using Steps = std::vector<Step>;
 
 // Which products are taken where both can be had.
-enum class LinearBackend { kMeasured, kHopper, kCublasLt };
+enum class LinearBackend { kMeasured, kHopper, kCublasLt, kNarrow };
 
 // Where plans come from. Without a cache there is no device, and cuBLASLt is believed to have a
 // kernel for whatever no rule speaks against.
@@ -282,6 +283,10 @@ class StepPlanner {
     Step& step = add(StepKind::kHopperBwd, what);
     step.hopper_bwd = params;
     step.bwd_config = choose_linear_act_bwd_config(params, source_.device);
+  }
+
+  void narrow(const char* what, const LinearActParams& params) {
+    add(StepKind::kNarrow, what).hopper = params;
   }
 
   void pad_rows(const char* what, const PadRowsParams& params, const char* why) {

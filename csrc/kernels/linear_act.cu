@@ -26,6 +26,7 @@
 #include "linear_act_config.h"
 #include "linear_act_dot.cuh"
 #include "linear_act_forward.cuh"
+#include "linear_act_narrow.cuh"
 #include "linear_act_rows.cuh"
 
 namespace fusedcuda {
@@ -300,6 +301,18 @@ cudaError_t launch_dot_rows(const DotRowsParams& p, cudaStream_t stream) {
   if (p.dtype == DType::kFloat16)
     return start(vectors ? dot_rows_kernel<__half, kVec> : dot_rows_kernel<__half, 1>);
   return start(vectors ? dot_rows_kernel<__nv_bfloat16, kVec> : dot_rows_kernel<__nv_bfloat16, 1>);
+}
+
+cudaError_t launch_linear_narrow(const LinearActParams& p, const DeviceTraits& device,
+                                 cudaStream_t stream) {
+  constexpr int kWarps = kNarrowThreads / kWarpSize;
+  const int strides = narrow_strides(p, device.num_sms);
+  const int groups = static_cast<int>(ceil_div(p.n, kNarrowColumns));
+  const dim3 grid(static_cast<unsigned>(ceil_div(int64_t{strides} * groups, kWarps)));
+  const auto kernel = p.dtype == DType::kFloat16 ? linear_narrow_kernel<__half>
+                                                 : linear_narrow_kernel<__nv_bfloat16>;
+  return launch(kernel, grid, dim3(kNarrowThreads), device.dependent_launch, stream, p,
+                mask_row_bytes(p.n), groups, strides);
 }
 
 }  // namespace fusedcuda

@@ -122,5 +122,8 @@ cudaError_t launch_column_sums(const ColumnSumsParams& params, const ColumnSumsC
                                void* workspace, cudaStream_t stream);
 cudaError_t launch_pad_rows(const PadRowsParams& params, cudaStream_t stream);
 cudaError_t launch_dot_rows(const DotRowsParams& params, cudaStream_t stream);
+// Of what narrow_can_run() accepts.
+cudaError_t launch_linear_narrow(const LinearActParams& params, const DeviceTraits& device,
+                                 cudaStream_t stream);
 
 }  // namespace fusedcuda

@@ -112,6 +112,34 @@ inline bool hopper_is_faster(const LinearActParams& params, const DeviceTraits& 
   return gemm::useful_part(params.m, params.n, device, config) >= kLeastUsefulPart;
 }
 
+// Layers of few inputs (linear_act_narrow.cuh).
+constexpr int kNarrowMostK = 16;
+constexpr int kNarrowColumns = 32;  // of a warp
+constexpr int kNarrowThreads = 256;
+constexpr int kNarrowBlocksOfSm = 3;
+
+// Its output is written in pieces of 16 bytes, in rows of any pitch.
+inline bool narrow_can_run(const LinearActParams& p) {
+  auto in_vectors = [](const void* data, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
+  };
+  const bool saves_elements = p.saves == SavedForBackward::kDerivative;
+  return size_of(p.dtype) == 2 && p.extra_k == 0 && p.m > 0 && p.n > 0 && p.n % 8 == 0 && p.k > 0 &&
+         p.k <= kNarrowMostK && p.a.k_is_inner && p.b.k_is_inner &&
+         in_vectors(p.output.data, p.output.stride) &&
+         p.saves != SavedForBackward::kPreActivation &&
+         (!saves_elements || in_vectors(p.saved, p.n));
+}
+
+// As many warps for each group of columns as the card has a place for, and no more than there are
+// rows for.
+inline int narrow_strides(const LinearActParams& p, int num_sms) {
+  constexpr int kWarps = kNarrowThreads / kWarpSize;
+  const int64_t groups = ceil_div(p.n, kNarrowColumns);
+  const int64_t places = int64_t{num_sms} * kNarrowBlocksOfSm * kWarps / groups;
+  return static_cast<int>(std::max<int64_t>(std::min(places, ceil_div(p.m, 16)), 1));
+}
+
 namespace linear_act {
 
 // How long it takes to write and read the parts of an m x n result and add them up, in columns of

@@ -107,6 +107,14 @@ def test_the_products_of_an_adapter_are_copies_to_tensor_cores(kernels) -> None:
     assert max(k.registers for k in products) <= 128
 
 
+def test_a_layer_of_few_inputs_stores_sixteen_bytes_at_a_time(kernels) -> None:
+    narrow = [k for k in kernels if k.function == "linear_narrow_kernel"]
+    assert len(narrow) == 2  # types
+    without = [k for k in narrow if not (k.products and k.stores_128)]
+    assert not without, "\n" + sass.table(without)
+    assert max(k.registers for k in narrow) <= 80  # three blocks of 256 threads on an SM
+
+
 def test_a_layer_of_few_rows_streams_its_weight_to_tensor_cores(kernels) -> None:
     few = [k for k in kernels if k.function == "lora_decode_kernel"]
     assert len(few) == 2 * 2  # types; 16 and 32 rows

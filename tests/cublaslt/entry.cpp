@@ -87,6 +87,7 @@ struct Runner {
   void hopper_bwd(const LinearActBwdParams&, const LinearActBwdConfig&) {
     throw std::runtime_error("there is no GPU");
   }
+  void narrow(const LinearActParams&) { throw std::runtime_error("there is no GPU"); }
   void pad_rows(const PadRowsParams&) { throw std::runtime_error("there is no GPU"); }
   void dot_rows(const Matmul& matmul) { product(matmul); }
   void product(const Matmul& matmul) { callbacks.product(&matmul.problem, &matmul.operands); }

@@ -27,9 +27,9 @@ struct Call {
   int64_t column_blocks, workspace_bytes;
 };
 
-enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad, kDot, kColumnSums };
+enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad, kDot, kColumnSums, kNarrow };
 
-void product(Call* call) {
+LinearActParams product_of(const Call* call) {
   LinearActParams params;
   params.dtype = static_cast<DType>(call->dtype);
   params.activation = static_cast<Activation>(call->activation);
@@ -45,6 +45,19 @@ void product(Call* call) {
   params.output = {call->output, call->output_stride};
   params.saves = static_cast<SavedForBackward>(call->saves);
   params.saved = call->saved;
+  return params;
+}
+
+void narrow(const Call* call) {
+  const LinearActParams params = product_of(call);
+  DeviceTraits device;
+  device.num_sms = call->num_sms;
+  emulation::check(narrow_can_run(params), "the kernel for few inputs cannot run this");
+  emulation::check_launch(launch_linear_narrow(params, device, nullptr));
+}
+
+void product(Call* call) {
+  const LinearActParams params = product_of(call);
   DeviceTraits device;
   device.num_sms = call->num_sms;
   emulation::check(hopper_can_run(params, device), "the Hopper kernel cannot run this");
@@ -150,6 +163,8 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
   return emulation::report_errors(error, error_size, [&] {
     if (call->kind == kProduct) {
       product(call);
+    } else if (call->kind == kNarrow) {
+      narrow(call);
     } else if (call->kind == kGradient) {
       gradient(call);
     } else if (call->kind == kPad) {

@@ -22,7 +22,7 @@ class Saves(IntEnum):
     DERIVATIVE = 3
 
 
-PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD, DOT, COLUMN_SUMS = range(7)
+PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD, DOT, COLUMN_SUMS, NARROW = range(8)
 
 
 class _Call(ctypes.Structure):
@@ -96,8 +96,12 @@ class LinearActEmulator(Library):
         extra: tuple[Tensor, Tensor] | None = None,
         group: int = 0,
         output: Tensor | None = None,
+        kind: int = PRODUCT,
     ) -> list[Tensor]:
-        """[y], or [y, what is saved of z]; `extra`: the second pair of factors, laid out alike."""
+        """[y], or [y, what is saved of z]; `extra`: the second pair of factors, laid out alike.
+
+        `kind`: or NARROW.
+        """
         m, k = x.shape
         n = weight.shape[0]
         k_is_inner = weight.stride(1) == 1
@@ -114,7 +118,7 @@ class LinearActEmulator(Library):
             saved: Tensor | None,
         ) -> ctypes.Structure:
             call = _Call(
-                kind=PRODUCT,
+                kind=kind,
                 dtype=DTYPES.index(x.dtype),
                 activation=list(ACTIVATIONS).index(activation),
                 saves=saves,
