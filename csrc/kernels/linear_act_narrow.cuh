@@ -92,17 +92,22 @@ class NarrowRows {
     return from[k] | (k + 1 < p_.k ? static_cast<uint32_t>(from[k + 1]) << 16 : 0u);
   }
 
+  static __device__ __forceinline__ void store(T* to, const float (&x)[8]) {
+    store_words(to, {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]), pack_pair<T>(x[4], x[5]),
+                     pack_pair<T>(x[6], x[7])});
+  }
+
   __device__ __forceinline__ void store(int64_t row, int64_t column, const float (&z)[8],
                                         const float (&y)[8], const float (&derivative)[8]) const {
     if (row >= p_.m || column >= p_.n) return;
-    store_vector(static_cast<T*>(p_.output.data) + row * p_.output.stride + column, pack<T, 8>(y));
+    store(static_cast<T*>(p_.output.data) + row * p_.output.stride + column, y);
     if (p_.saves == SavedForBackward::kMask) {
       unsigned bits = 0;
 #pragma unroll
       for (int j = 0; j < 8; ++j) bits |= (z[j] <= 0.0f ? 0u : 1u) << j;
       static_cast<uint8_t*>(p_.saved)[row * mask_stride_ + column / 8] = static_cast<uint8_t>(bits);
     } else if (p_.saves == SavedForBackward::kDerivative) {
-      store_vector(static_cast<T*>(p_.saved) + row * p_.n + column, pack<T, 8>(derivative));
+      store(static_cast<T*>(p_.saved) + row * p_.n + column, derivative);
     }
   }
 

@@ -77,16 +77,11 @@ __device__ __forceinline__ Packed<T> load_packed(const T* data) {
 
 template <typename T>
 __device__ __forceinline__ void store_packed(T* data, const Packed<T>& v) {
-#ifdef __CUDA_ARCH__
   if constexpr (sizeof(v) == kVectorBytes) {
-    // Left to the compiler, some of these become four stores.
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(data)),
-                 "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3])
-                 : "memory");
-    return;
+    store_words(data, v.words);
+  } else {
+    *reinterpret_cast<Packed<T>*>(data) = v;
   }
-#endif
-  *reinterpret_cast<Packed<T>*>(data) = v;
 }
 
 // The row of this thread, which it shares with the other threads of its threadIdx.y and cluster. A

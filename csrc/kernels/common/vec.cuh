@@ -2,6 +2,9 @@
 // STG.E.128).
 #pragma once
 
+#include <cstdint>
+#include <cstring>
+
 #include "convert.cuh"
 
 namespace fusedcuda {
@@ -29,6 +32,17 @@ __device__ __forceinline__ Vector<T, kVec> load_vector(const T* data) {
 template <typename T, int kVec>
 __device__ __forceinline__ void store_vector(T* data, const Vector<T, kVec>& v) {
   *reinterpret_cast<Vector<T, kVec>*>(data) = v;
+}
+
+// To an address that is a multiple of 16. Left to the compiler, some of these become four stores.
+__device__ __forceinline__ void store_words(void* to, const uint32_t (&words)[4]) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+#else
+  memcpy(to, words, sizeof(words));
+#endif
 }
 
 template <typename T, int kVec>
