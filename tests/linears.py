@@ -1,11 +1,12 @@
 """Linear layers in plain torch, and the comparison with float64 that their tests share."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from reference import ACTIVATIONS, check_function, rounded, ulp
+from reference import ACTIVATIONS, check_function, poison, rounded, ulp
 from torch import Tensor
 
 import fusedcuda
@@ -275,3 +276,25 @@ def check_mlp(
     )
     assert y.is_contiguous()
     return y
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Whose products linear_act takes."""
+    fusedcuda.load("linear_act")
+    before = torch.ops.fusedcuda.linear_act_use(name)
+    try:
+        yield
+    finally:
+        torch.ops.fusedcuda.linear_act_use(before)
+
+
+def check_kernel(
+    kernel: str, m: int, n: int, k: int, activation: str = "relu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """A layer on CUDA that takes this kernel, against float64."""
+    x, weight, bias = operands(m, n=n, k=k, dtype=dtype, device="cuda")
+    assert kernel in str(fusedcuda.explain(fusedcuda.linear_act, x, weight, bias, activation))
+    poison("cuda", 2 * m * n, 2 * m * k, 2 * n * k)
+    check_linear(x, weight, bias, activation)

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from launches import captured
-from linears import exact, operands
+from linears import backend, exact, operands
 from reference import poison
 from torch import Tensor
 
-import fusedcuda
 from fusedcuda.ops import _linear_act_reference as reference
 from fusedcuda.ops._activations import ACTIVATIONS
 
@@ -24,10 +23,8 @@ EVERY_KIND = pytest.mark.parametrize("activation", KINDS)
 
 @pytest.fixture(autouse=True)
 def cublaslt() -> Iterator[None]:
-    fusedcuda.load("linear_act")
-    before = ops.linear_act_use("cublaslt")
-    yield
-    ops.linear_act_use(before)
+    with backend("cublaslt"):
+        yield
 
 
 def layer(*rows: int, n: int, dtype: torch.dtype, activation: str) -> list[Tensor | None]:

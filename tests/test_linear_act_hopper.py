@@ -1,11 +1,12 @@
 """The hand-written products of Hopper, where they are asked for, against float64."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
-from linears import check_linear, check_mlp, exact, operands, weights
-from reference import ACTIVATIONS, leaf, poison
+from linears import backend, check_kernel, check_linear, check_mlp, exact, operands, weights
+from reference import ACTIVATIONS, leaf
 from torch import Tensor
 
 import fusedcuda
@@ -22,18 +23,11 @@ every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 def hopper() -> Iterator[None]:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an H100 or H200")
-    fusedcuda.load("linear_act")
-    before = ops.linear_act_use("hopper")
-    yield
-    ops.linear_act_use(before)
+    with backend("hopper"):
+        yield
 
 
-def check(m: int, n: int, k: int, activation: str = "relu", dtype: torch.dtype = BF16) -> None:
-    x, weight, bias = operands(m, n=n, k=k, dtype=dtype, device="cuda")
-    steps = str(fusedcuda.explain(fusedcuda.linear_act, x, weight, bias, activation))
-    assert "linear_act_kernel_sm90" in steps
-    poison("cuda", 2 * m * n, 2 * m * k, 2 * n * k)
-    check_linear(x, weight, bias, activation)
+check = partial(check_kernel, "linear_act_kernel_sm90")
 
 
 @every_half

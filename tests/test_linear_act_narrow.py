@@ -1,33 +1,23 @@
 """Layers of few inputs by the kernel for them, which is taken only where it is asked for."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
-from linears import check_linear, operands
-from reference import poison
-
-import fusedcuda
+from linears import backend, check_kernel
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-ops = torch.ops.fusedcuda
 
 
 @pytest.fixture(autouse=True)
 def forced() -> Iterator[None]:
-    fusedcuda.load("linear_act")
-    before = ops.linear_act_use("narrow")
-    yield
-    ops.linear_act_use(before)
+    with backend("narrow"):
+        yield
 
 
-def check(m: int, n: int, k: int, activation: str = "relu", dtype: torch.dtype = BF16) -> None:
-    x, weight, bias = operands(m, n=n, k=k, dtype=dtype, device="cuda")
-    steps = str(fusedcuda.explain(fusedcuda.linear_act, x, weight, bias, activation))
-    assert "linear_narrow_kernel" in steps
-    poison("cuda", 2 * m * n, 2 * m * k, 2 * n * k)
-    check_linear(x, weight, bias, activation)
+check = partial(check_kernel, "linear_narrow_kernel")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)

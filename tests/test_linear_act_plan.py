@@ -103,6 +103,9 @@ def test_layers_of_few_inputs_where_they_are_asked_for(use):
             assert forward(k=k, activation=activation, saves=True) == [narrow]
     shifted = torch.empty(256 * 13 + 1, dtype=torch.bfloat16)[1:].view(256, 13)
     assert forward(k=13, x=shifted) == [narrow]
+    x, weight = (torch.empty(rows, 13, dtype=torch.bfloat16) for rows in (256, 128))
+    (step,) = steps_of(ops.linear_act_plan(x, weight, None, None, ACTIVATIONS["relu"], False, True))
+    assert step["fused"]
     for other in (
         forward(k=17), forward(n=124, k=13), forward(k=13, dtype=torch.float32),
         forward(k=13, weight=torch.empty(13, 128, dtype=torch.bfloat16).T),

@@ -74,13 +74,15 @@ inline bool takes_hopper(const LinearForward& f, const PlanSource& source) {
          takes_hopper(hopper_params(f), source);
 }
 
+inline bool try_narrow(const LinearForward& f, StepPlanner& planner) {
+  if (!takes_narrow(f, planner.source())) return false;
+  planner.narrow("y", hopper_params(f));
+  return true;
+}
+
 inline bool try_hopper(const LinearForward& f, StepPlanner& planner) {
-  const LinearActParams params = hopper_params(f);
-  if (takes_narrow(f, planner.source())) {
-    planner.narrow("y", params);
-    return true;
-  }
   if (!takes_hopper(f, planner.source())) return false;
+  const LinearActParams params = hopper_params(f);
   const LinearLayer& layer = f.layer;
   pad_if_copied("x", f.x.matrix, params.a.data, layer.m, layer.k, f.padded_x, planner);
   pad_if_copied("weight", f.weight.matrix, params.b.data, layer.n, layer.k, f.padded_weight,
@@ -119,7 +121,7 @@ inline ActRowsParams act_of_z(const LinearForward& f, const LinearMatrix& z) {
 
 inline Steps plan_forward(const LinearForward& f, const PlanSource& source) {
   StepPlanner planner(source);
-  if (try_hopper(f, planner)) return planner.take();
+  if (try_narrow(f, planner) || try_hopper(f, planner)) return planner.take();
 
   const LinearLayer& layer = f.layer;
   void* const bias = planner.aligned_bias(f);

@@ -14,7 +14,7 @@ struct LinearProduct {
 inline Steps plan_product(const LinearProduct& p, const PlanSource& source) {
   StepPlanner planner(source);
   const LinearForward& f = p.linear;
-  if (!p.in_float32 && try_hopper(f, planner)) return planner.take();
+  if (!p.in_float32 && (try_narrow(f, planner) || try_hopper(f, planner))) return planner.take();
 
   const LinearLayer& layer = f.layer;
   void* const bias = planner.aligned_bias(f);

@@ -128,7 +128,8 @@ inline int num_kernels(const Step& step, int split_k) {
 // A step as a JSON object. What only a device knows is null, 0 or 1 where there is none.
 inline std::string describe(const Step& step) {
   const bool is_matmul = step.kind == StepKind::kMatmul;
-  const bool is_hopper = step.kind == StepKind::kHopper || step.kind == StepKind::kHopperBwd;
+  const bool is_own = step.kind == StepKind::kHopper || step.kind == StepKind::kHopperBwd ||
+                      step.kind == StepKind::kNarrow;
   const cublasLtEpilogue_t epilogue = step.matmul.problem.epilogue;
   const bool in_epilogue = is_matmul && epilogue != CUBLASLT_EPILOGUE_DEFAULT;
   // c is a residual, or the rows of the bias that the output holds before.
@@ -162,7 +163,7 @@ inline std::string describe(const Step& step) {
          member("kernels", std::to_string(num_kernels(step, traits.split_k))) +
          member("workspace_bytes", std::to_string(workspace)) + member("algorithm", algorithm) +
          member("tuned", boolean(step.plan != nullptr && step.plan->tuned())) +
-         member("fused", boolean(in_epilogue || is_hopper)) +
+         member("fused", boolean(in_epilogue || is_own)) +
          member("why", step.why == nullptr ? "null" : quoted(step.why)) + "}";
 }
 

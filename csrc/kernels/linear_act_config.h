@@ -120,15 +120,12 @@ constexpr int kNarrowBlocksOfSm = 3;
 
 // Its output is written in pieces of 16 bytes, in rows of any pitch.
 inline bool narrow_can_run(const LinearActParams& p) {
-  auto in_vectors = [](const void* data, int64_t stride) {
-    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
-  };
   const bool saves_elements = p.saves == SavedForBackward::kDerivative;
   return size_of(p.dtype) == 2 && p.extra_k == 0 && p.m > 0 && p.n > 0 && p.n % 8 == 0 && p.k > 0 &&
          p.k <= kNarrowMostK && p.a.k_is_inner && p.b.k_is_inner &&
-         in_vectors(p.output.data, p.output.stride) &&
+         gemm::can_be_boxed(p.output.data, p.output.stride, p.dtype) &&
          p.saves != SavedForBackward::kPreActivation &&
-         (!saves_elements || in_vectors(p.saved, p.n));
+         (!saves_elements || gemm::can_be_boxed(p.saved, p.n, p.dtype));
 }
 
 // As many warps for each group of columns as the card has a place for, and no more than there are
