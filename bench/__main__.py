@@ -7,9 +7,7 @@ turns on the GPU, which saves 15 seconds a family.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,13 +29,8 @@ def parts(budget: float | None, cases: Sequence[int]) -> list[float | None]:
 
 def at_once(jobs: Sequence[tuple[Callable[[list[str]], int], list[str]]]) -> list[int]:
     """Each main(arguments) in a thread of its own, which starts a process and waits for it."""
-    with tempfile.NamedTemporaryFile(prefix="fusedcuda-bench-") as file:
-        os.environ[harness.TURN_VARIABLE] = file.name
-        try:
-            with ThreadPoolExecutor(max(len(jobs), 1)) as threads:
-                return list(threads.map(lambda job: job[0](job[1]), jobs))
-        finally:
-            del os.environ[harness.TURN_VARIABLE]
+    with harness.taking_turns(), ThreadPoolExecutor(max(len(jobs), 1)) as threads:
+        return list(threads.map(lambda job: job[0](job[1]), jobs))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,6 +112,17 @@ def turn() -> Iterator[float]:
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield time.time() - began
+
+
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    """Within it, started processes that ask for their `turn` have it one after the other."""
+    with tempfile.NamedTemporaryFile(prefix="fusedcuda-turn-") as file:
+        os.environ[TURN_VARIABLE] = file.name
+        try:
+            yield
+        finally:
+            del os.environ[TURN_VARIABLE]
 
 
 def work(family: str, cases: Sequence[Case], options: argparse.Namespace) -> int:

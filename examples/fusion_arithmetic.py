@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -26,6 +27,7 @@ import torch
 
 from bench import bench_pointwise
 from bench.cases import Case, Provider, imported
+from bench.harness import taking_turns, turn
 from bench.measure import (
     AGAIN,
     Result,
@@ -195,10 +197,8 @@ def measure_all(options: argparse.Namespace, sizes: Sequence[int], results: Resu
                 except Exception as error:
                     results.add(label, "all", "cold", None, "us", MEASURED, note=one_line(error))
                 print(f"{label}: measured", flush=True)
-    for nbytes in NCU_SIZES if options.ncu else ():
-        for expression in EXPRESSIONS:
-            for provider in fusion_page.PEERS:
-                add_hbm_bytes(expression, nbytes, provider, results)
+    if options.ncu:
+        add_all_hbm_bytes(results)
 
 
 def add_times(label: str, found: Sequence[Result], results: Results) -> None:
@@ -218,6 +218,15 @@ def add_times(label: str, found: Sequence[Result], results: Results) -> None:
 
 
 # -- HBM bytes, by a process under ncu ------------------------------------------------------------
+
+
+def add_all_hbm_bytes(results: Results) -> None:
+    """All programs start at once, since most of their time is imports; they take turns on the GPU,
+    as ncu's counters are those of the whole card."""
+    jobs = [(e, n, peer) for n in NCU_SIZES for e in EXPRESSIONS for peer in fusion_page.PEERS]
+    with taking_turns(), ThreadPoolExecutor(len(jobs)) as threads:
+        for job in [threads.submit(add_hbm_bytes, *job, results) for job in jobs]:
+            job.result()
 
 
 def add_hbm_bytes(expression: Expression, nbytes: int, provider: str, results: Results) -> None:
@@ -247,16 +256,17 @@ def one_call(text: str, nbytes: int, provider: str) -> None:
     """The program under ncu: one call of a provider that is compiled and tuned, the cache cold."""
     case = next(e for e in EXPRESSIONS if e.text == text).case(nbytes)
     function = case.providers[provider].build()
-    inputs = case.make_inputs(torch.Generator("cuda").manual_seed(0))
-    for _ in range(3):
+    with turn():
+        inputs = case.make_inputs(torch.Generator("cuda").manual_seed(0))
+        for _ in range(3):
+            function(*inputs)
+        # Read, not written: what a flush left to be written back would be counted with the call.
+        torch.zeros(2**28, device="cuda").sum()
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
         function(*inputs)
-    # Read, not written: what a flush left to be written back would be counted with the call.
-    torch.zeros(2**28, device="cuda").sum()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    function(*inputs)
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
 
 
 # -- command line ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Fusion arithmetic: the counts are those of the real code, the prediction has its three parts."""
 
+import os
 import subprocess
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 from scripted_gpu import ScriptedGpu
 
 import fusedcuda
+from bench import harness
 from bench.cases import Provider
 from examples import fusion_arithmetic as study
 from examples import fusion_page
@@ -167,6 +169,22 @@ def test_ncu_runs_one_call_of_a_provider_and_its_bytes_are_added(on_a_gpu, monke
     study.add_predictions(expression, [4 * MB], results)
     (row,) = fusion_page.hbm_rows(expression.text, study.SIZES, results)
     assert row == [expression.label(4 * MB), "eager", "25.2 MB", "0.0 MB"]
+
+
+def test_all_programs_under_ncu_take_turns_on_the_gpu(on_a_gpu, monkeypatch):
+    turns = []
+
+    def run(command, **options):
+        turns.append(os.environ[harness.TURN_VARIABLE])
+        return subprocess.CompletedProcess(command, 0, NCU_TABLE, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(ncu, "find_ncu", lambda: "/usr/bin/ncu")
+    results = Results()
+    study.add_all_hbm_bytes(results)
+    assert len(turns) == len(results.rows) == 16
+    assert len(set(turns)) == 1
+    assert harness.TURN_VARIABLE not in os.environ
 
 
 def test_without_ncu_the_bytes_are_missing_with_the_reason(on_a_gpu, monkeypatch):
