@@ -152,15 +152,15 @@ def peers(activation: str, mode: str, is_slow: bool) -> dict[str, Provider]:
 MOST_FEW_INPUTS = 16
 
 
-def few_inputs(activation: str) -> Provider:
-    """By the kernel for few inputs, which is taken only where it is asked for."""
+def by_tiles(activation: str) -> Provider:
+    """By the product of tiles, where a layer of few inputs has a kernel of its own."""
 
     def build() -> Function:
         import fusedcuda
 
         fusedcuda.load("linear_act")
         layer = partial(fusedcuda.linear_act, activation=activation)
-        return forced("linear_act_use", "narrow", layer)
+        return forced("linear_act_use", "hopper", layer)
 
     return Provider(build)
 
@@ -181,7 +181,7 @@ def layer(
         reference=eager,
         providers={
             "fusedcuda": fusedcuda_op("linear_act", activation=activation),
-            **({"fusedcuda, few inputs": few_inputs(activation)} if is_narrow else {}),
+            **({"fusedcuda, tiles": by_tiles(activation)} if is_narrow else {}),
             MATMUL: matmul_alone(mode),
             **peers(activation, mode, is_slow),
         },

@@ -97,14 +97,23 @@ class _Call:
         for position, (times, rows) in enumerate(kinds):
             beside = "" if position else f"; {peak:.0f} MB at most beside the operands"
             self.parts.lines.append(f"  {times} chunk(s) of {rows} rows{beside}")
+            if not position:
+                self._describe_padding()
             self._describe_chunk(times, rows, options, backward, is_first=position == 0)
+
+    def _describe_padding(self) -> None:
+        classes = self.problem.classes
+        padding = self.rows.new_empty(self.chunk, chunks.pitch_of(classes) - classes)
+        if self.mask & DWEIGHT and padding.numel():
+            line = "zeros beside the logits, so that rows of the gradient of weight are even"
+            self._torch(1, "zero_", 1, [padding], line)
 
     def _describe_chunk(
         self, times: int, rows: int, options: tuple[Any, ...], backward: bool, is_first: bool
     ) -> None:
         classes = self.problem.classes
-        logits = self.rows.new_empty(rows, chunks.pitch_of(classes))[:, :classes]
-        x = self.rows[:rows]
+        padded = self.rows.new_empty(rows, chunks.pitch_of(classes))
+        logits, x = padded[:, :classes], self.rows[:rows]
         self._product("logits", times, logits, x, self.weight, self.bias)
         self._loss(times, logits, options, backward)
         if self.mask & DX:
@@ -112,12 +121,12 @@ class _Call:
         if self.mask & DWEIGHT:
             wide = self.problem.has_wide_sum(self.chunk)
             dtype = torch.float32 if wide else x.dtype
-            dweight = x.new_empty(self.weight.shape, dtype=dtype)
+            dweight = x.new_empty(padded.shape[1], x.shape[1], dtype=dtype)
             what = "gradient of weight" + (", added up in float32" if wide else "")
             first = int(is_first)  # which is not added to anything
             for count, adds in ((first, False), (times - first, True)):
                 if count:
-                    self._product(what, count, dweight, logits.t(), x.t(), adds=adds)
+                    self._product(what, count, dweight, padded.t(), x.t(), adds=adds)
         if self.mask & DBIAS:
             self._torch(times, "sum", 2, [logits], "gradient of bias: torch.sum in float32")
 

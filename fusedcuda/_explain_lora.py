@@ -189,13 +189,14 @@ def _describe_backward(parts: Parts, layer: _Layer) -> None:
 
 def _add_dx_and_branch(parts: Parts, product: _Product, seed: Tensor | None) -> None:
     dz, weight, _, dt, factor, rows = product
-    line = "  gradient of x: a product as linear_act's"
-    parts.add(_cublas("dz @ weight"), [dz, weight, rows], line)
     if seed is None:
+        line = "  gradient of x: a product as linear_act's"
+        parts.add(_cublas("dz @ weight"), [dz, weight, rows], line)
         _add_branch(parts, dt, factor, rows)
         return
-    line = "    its part of the branch: cuBLAS, dropout by a kernel of its own, and a sum"
-    parts.add(_cublas("dt @ lora_a", kernels=3), [dt, factor, *[rows] * 6], line)
+    line = "  gradient of x: the branch's part by cuBLAS, dropout by a kernel of its own, then"
+    parts.add(_cublas("dt @ lora_a", kernels=2), [dt, factor, *[rows] * 3], line)
+    _add_branch(parts, dz, weight, rows)
 
 
 def _explain_lora_mlp(arguments: dict[str, Any], backward: bool) -> Explanation:

@@ -41,11 +41,16 @@ def test_a_replay_lasts_about_two_milliseconds():
 
 
 def test_rounds_are_interleaved_and_the_first_provider_is_timed_twice():
-    backend = ScriptedBackend(cold=[10.0, 20.0, 11.0])
-    results = by_name(measure(relu_case(), backend, rounds=3))
-    assert list(results) == ["fusedcuda", "eager", "fusedcuda" + AGAIN]
+    backend = ScriptedBackend(cold=[10.0, 20.0, 30.0, 40.0, 11.0])
+    names = ["fusedcuda", "eager", "compile", "triton"]
+    case = relu_case(providers={name: Provider(lambda: torch.relu) for name in names})
+    results = by_name(measure(case, backend, rounds=3))
+    assert list(results) == [*names, "fusedcuda" + AGAIN]
     cold = [us for us in backend.order if us != 1.0]
-    assert cold == [10.0, 20.0, 11.0] * 3
+    # Never behind itself, and another one is the first in every round.
+    assert cold[:5] == [10.0, 20.0, 11.0, 30.0, 40.0]
+    assert cold[5:10] == [20.0, 11.0, 30.0, 40.0, 10.0]
+    assert cold[10:] == [30.0, 40.0, 10.0, 20.0, 11.0]
     assert spread(list(results.values()), "cold") == pytest.approx(1 / 11, rel=1e-6)
 
 

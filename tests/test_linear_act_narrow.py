@@ -1,20 +1,13 @@
-"""Layers of few inputs by the kernel for them, which is taken only where it is asked for."""
+"""Layers of few inputs, by the kernel for them."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
-from linears import backend, check_kernel
+from linears import check_kernel
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    with backend("narrow"):
-        yield
 
 
 check = partial(check_kernel, "linear_narrow_kernel")

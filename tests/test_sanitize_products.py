@@ -181,7 +181,9 @@ def test_linear_cross_entropy(reduction, dtype):
 # ---- Linear layers -------------------------------------------------------------------------------
 
 
-BACKENDS = ("hopper", *(pytest.param(b, marks=pytest.mark.cublas) for b in ("cublaslt", "narrow")))
+BACKENDS = (
+    "hopper", *(pytest.param(b, marks=pytest.mark.cublas) for b in ("cublaslt", "measured"))
+)  # fmt: skip
 
 
 @pytest.fixture(params=BACKENDS)

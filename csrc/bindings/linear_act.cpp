@@ -221,16 +221,15 @@ std::string linear_act_backward_plan(const Tensor& dy, const Tensor& x, const Te
 
 // --- Backend
 
-// Chooses whose products are taken: "measured" (what is faster), "hopper" (our own, where they can
-// be), "cublaslt", or "narrow" (our own of few inputs where it can be, which has not been measured,
-// and elsewhere what is faster). Returns what was chosen before.
+// Chooses whose products are taken: "measured" (what is faster), "hopper" (our own of tiles, where
+// they can be), or "cublaslt". Returns what was chosen before.
 std::string linear_act_use(std::string backend) {
-  constexpr const char* kNames[] = {"measured", "hopper", "cublaslt", "narrow"};
-  for (int i = 0; i < 4; ++i) {
+  constexpr const char* kNames[] = {"measured", "hopper", "cublaslt"};
+  for (int i = 0; i < 3; ++i) {
     if (backend != kNames[i]) continue;
     return kNames[static_cast<int>(linear_backend().exchange(static_cast<LinearBackend>(i)))];
   }
-  fail("linear_act_use: backend must be measured, hopper, cublaslt or narrow; got ", backend);
+  fail("linear_act_use: backend must be measured, hopper or cublaslt; got ", backend);
 }
 
 // --- Backward of two layers

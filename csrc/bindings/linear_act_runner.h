@@ -36,7 +36,9 @@ class TorchRunner {
   }
 
   void narrow(const LinearActParams& params) {
-    throw_on_error(launch_linear_narrow(params, source_.device, stream_), op_);
+    const NarrowConfig config = choose_narrow_config(params, source_.device.num_sms);
+    throw_on_error(launch_linear_narrow(params, config, source_.device.dependent_launch, stream_),
+                   op_);
   }
 
   void hopper_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config) {

@@ -74,7 +74,7 @@ struct Step {
 using Steps = std::vector<Step>;
 
 // Which products are taken where both can be had.
-enum class LinearBackend { kMeasured, kHopper, kCublasLt, kNarrow };
+enum class LinearBackend { kMeasured, kHopper, kCublasLt };
 
 // Where plans come from. Without a cache there is no device, and cuBLASLt is believed to have a
 // kernel for whatever no rule speaks against.

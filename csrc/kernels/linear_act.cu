@@ -303,16 +303,22 @@ cudaError_t launch_dot_rows(const DotRowsParams& p, cudaStream_t stream) {
   return start(vectors ? dot_rows_kernel<__nv_bfloat16, kVec> : dot_rows_kernel<__nv_bfloat16, 1>);
 }
 
-cudaError_t launch_linear_narrow(const LinearActParams& p, const DeviceTraits& device,
-                                 cudaStream_t stream) {
+cudaError_t launch_linear_narrow(const LinearActParams& p, const NarrowConfig& config,
+                                 bool dependent, cudaStream_t stream) {
   constexpr int kWarps = kNarrowThreads / kWarpSize;
-  const int strides = narrow_strides(p, device.num_sms);
-  const int groups = static_cast<int>(ceil_div(p.n, kNarrowColumns));
-  const dim3 grid(static_cast<unsigned>(ceil_div(int64_t{strides} * groups, kWarps)));
-  const auto kernel = p.dtype == DType::kFloat16 ? linear_narrow_kernel<__half>
-                                                 : linear_narrow_kernel<__nv_bfloat16>;
-  return launch(kernel, grid, dim3(kNarrowThreads), device.dependent_launch, stream, p,
-                mask_row_bytes(p.n), groups, strides);
+  const int64_t warps = int64_t{config.strides} * config.warps_of_row;
+  auto start = [&](auto kernel) {
+    return launch(kernel, dim3(static_cast<unsigned>(ceil_div(warps, kWarps))),
+                  dim3(kNarrowThreads), dependent, stream, p, mask_row_bytes(p.n),
+                  config.warps_of_row, config.strides);
+  };
+  auto start_groups = [&](auto zero) {
+    using T = decltype(zero);
+    if (!is_plain(p)) return start(linear_narrow_kernel<T, 1, false>);
+    return config.groups == 1 ? start(linear_narrow_kernel<T, 1, true>)
+                              : start(linear_narrow_kernel<T, 2, true>);
+  };
+  return p.dtype == DType::kFloat16 ? start_groups(__half()) : start_groups(__nv_bfloat16());
 }
 
 }  // namespace fusedcuda

@@ -106,6 +106,7 @@ struct DotRowsParams {
 inline int64_t padded_columns(int64_t columns) { return (columns + 7) / 8 * 8; }
 
 struct LinearActBwdConfig;  // linear_act_config.h
+struct NarrowConfig;        // linear_act_config.h
 struct ColumnSumsConfig;    // linear_act_columns_config.h
 
 // What the choosers need to know about the current device.
@@ -123,7 +124,7 @@ cudaError_t launch_column_sums(const ColumnSumsParams& params, const ColumnSumsC
 cudaError_t launch_pad_rows(const PadRowsParams& params, cudaStream_t stream);
 cudaError_t launch_dot_rows(const DotRowsParams& params, cudaStream_t stream);
 // Of what narrow_can_run() accepts.
-cudaError_t launch_linear_narrow(const LinearActParams& params, const DeviceTraits& device,
-                                 cudaStream_t stream);
+cudaError_t launch_linear_narrow(const LinearActParams& params, const NarrowConfig& config,
+                                 bool dependent, cudaStream_t stream);
 
 }  // namespace fusedcuda

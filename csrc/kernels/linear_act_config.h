@@ -105,36 +105,66 @@ inline bool hopper_can_run(const LinearActBwdParams& p, const DeviceTraits& devi
 // recommends, 65536x512x16 to 8192x14336x4096: 1.04 to 1.28 times as fast without anything for the
 // gradient, 0.99 for gelu_tanh at 65536x1024x480; cuBLASLt stores a mask or z in a second kernel.
 // Where tiles are half empty cuBLASLt has smaller ones, or splits k: 16x14336x4096 takes it 31 us,
-// and tiles of 128 rows 92; 128x14336x4096 34 and 65.
+// and tiles of 128 rows 92; 128x14336x4096 34 and 65. Where n or k is not a multiple of 8, cuBLASLt
+// takes 5 to 8 times as long although the rows lie at multiples of 16 bytes: 512x768x50257 315 us,
+// ours with two of eleven tiles useful 239; 1024x768x50257 672 and 249; 4096x50257x768 3571 and
+// 446.
 inline bool hopper_is_faster(const LinearActParams& params, const DeviceTraits& device) {
-  constexpr double kLeastUsefulPart = 0.7;
+  const bool is_even = params.n % 8 == 0 && params.k % 8 == 0;
+  const double least_useful_part = is_even ? 0.7 : 0.15;
   const GemmConfig config = choose_linear_act_config(params, device);
-  return gemm::useful_part(params.m, params.n, device, config) >= kLeastUsefulPart;
+  return gemm::useful_part(params.m, params.n, device, config) >= least_useful_part;
 }
 
 // Layers of few inputs (linear_act_narrow.cuh).
 constexpr int kNarrowMostK = 16;
-constexpr int kNarrowColumns = 32;  // of a warp
+constexpr int kNarrowColumns = 32;  // of a group; a warp has some groups
 constexpr int kNarrowThreads = 256;
-constexpr int kNarrowBlocksOfSm = 3;
+constexpr int narrow_blocks_of_sm(int groups, bool is_plain) {
+  return is_plain && groups == 1 ? 4 : 2;
+}
 
-// Its output is written in pieces of 16 bytes, in rows of any pitch.
+struct NarrowConfig {
+  int groups = 1;        // of columns, of a warp
+  int warps_of_row = 1;  // that have one row together
+  int strides = 1;       // sets of 16 rows that are computed at the same time
+};
+
+// Its output is written in pieces of 16 bytes, in rows of any pitch; x is read in such pieces as
+// one array.
 inline bool narrow_can_run(const LinearActParams& p) {
   const bool saves_elements = p.saves == SavedForBackward::kDerivative;
-  return size_of(p.dtype) == 2 && p.extra_k == 0 && p.m > 0 && p.n > 0 && p.n % 8 == 0 && p.k > 0 &&
-         p.k <= kNarrowMostK && p.a.k_is_inner && p.b.k_is_inner &&
+  constexpr int64_t kMostRows = int64_t{1} << 30;
+  return size_of(p.dtype) == 2 && p.extra_k == 0 && p.m > 0 && p.m < kMostRows && p.n > 0 &&
+         p.n % 8 == 0 && p.k > 0 && p.k <= kNarrowMostK && p.a.k_is_inner &&
+         (p.m == 1 || p.a.stride == p.k) &&
+         reinterpret_cast<uintptr_t>(p.a.data) % kVectorBytes == 0 && p.b.k_is_inner &&
          gemm::can_be_boxed(p.output.data, p.output.stride, p.dtype) &&
          p.saves != SavedForBackward::kPreActivation &&
          (!saves_elements || gemm::can_be_boxed(p.saved, p.n, p.dtype));
 }
 
-// As many warps for each group of columns as the card has a place for, and no more than there are
-// rows for.
-inline int narrow_strides(const LinearActParams& p, int num_sms) {
+// No activation or a ReLU, and nothing is saved: kernels that need fewer registers.
+inline bool is_plain(const LinearActParams& p) {
+  return p.saves == SavedForBackward::kNone &&
+         (p.activation == Activation::kNone || p.activation == Activation::kRelu);
+}
+
+inline NarrowConfig narrow_config(const LinearActParams& p, int groups, int64_t warps) {
+  NarrowConfig config;
+  config.groups = groups;
+  config.warps_of_row = static_cast<int>(ceil_div(p.n, int64_t{kNarrowColumns} * groups));
+  const int64_t sets = std::min(warps / config.warps_of_row, ceil_div(p.m, 16));
+  config.strides = static_cast<int>(std::max<int64_t>(sets, 1));
+  return config;
+}
+
+// As many warps as the card has a place for, and no more than there are rows for.
+inline NarrowConfig choose_narrow_config(const LinearActParams& p, int num_sms) {
+  const int groups = 1;
   constexpr int kWarps = kNarrowThreads / kWarpSize;
-  const int64_t groups = ceil_div(p.n, kNarrowColumns);
-  const int64_t places = int64_t{num_sms} * kNarrowBlocksOfSm * kWarps / groups;
-  return static_cast<int>(std::max<int64_t>(std::min(places, ceil_div(p.m, 16)), 1));
+  const int blocks = num_sms * narrow_blocks_of_sm(groups, is_plain(p));
+  return narrow_config(p, groups, int64_t{blocks} * kWarps);
 }
 
 namespace linear_act {

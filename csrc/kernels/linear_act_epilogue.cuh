@@ -105,15 +105,23 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
  private:
   using Base::kValues;
 
-  static __device__ __forceinline__ void add_bias(float (&z)[kValues], const float* values) {
+  // A thread's part of a chunk's biases: of a group of eight columns the two that it has.
+  using ChunkBias = float2[kChunk / 8];
+
+  static __device__ __forceinline__ void load_bias(const float* values, ChunkBias& bias) {
     const int quad_lane = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
+    for (int group = 0; group < kChunk / 8; ++group)
+      bias[group] = *reinterpret_cast<const float2*>(values + 8 * group + 2 * quad_lane);
+  }
+
+  static __device__ __forceinline__ void add_bias(float (&z)[kValues], const ChunkBias& bias) {
+#pragma unroll
     for (int group = 0; group < kChunk / 8; ++group) {
-      const float2 pair = *reinterpret_cast<const float2*>(values + 8 * group + 2 * quad_lane);
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
-        z[4 * group + 2 * lower] += pair.x;
-        z[4 * group + 2 * lower + 1] += pair.y;
+        z[4 * group + 2 * lower] += bias[group].x;
+        z[4 * group + 2 * lower + 1] += bias[group].y;
       }
     }
   }
@@ -121,13 +129,20 @@ class LinearActEpilogue : public ChunkEpilogue<Gemm> {
   template <bool kSaves, typename Act>
   __device__ __forceinline__ void write_all(const Act& act, typename Gemm::Sums* sums, int row,
                                             int column) {
-    constexpr bool kIsShort = Act::kIsLinear || Act::kIsRelu;
     constexpr bool kSavesDerivative = kSaves && !Act::kIsRelu;
     constexpr int kChunks = kSavesDerivative ? 1 : Base::kTogether;
-    this->template for_chunks<kIsShort, kChunks>(
+    ChunkBias bias;
+    if (params_.bias != nullptr) load_bias(bias_, bias);
+    this->template for_chunks<Act::kIsUnrolled, kChunks>(
         sums, row, column, params_.m, params_.n,
         [&](auto& z, int at_row, int at_column, int c, int i) {
-          if (params_.bias != nullptr) add_bias(z, bias_ + c);
+          if (params_.bias != nullptr) {
+            add_bias(z, bias);
+            // Those of the next chunk that lies in the result, while this one is computed.
+            const bool row_ends = c + kChunk >= Gemm::kTileColumns ||
+                                  (i + 1 == kChunks && at_column + kChunk >= params_.n);
+            load_bias(bias_ + (row_ends ? 0 : c + kChunk), bias);
+          }
           write_chunk<kSaves>(act, z, at_row, at_column, i);
         },
         [&](int at_row, int at_column) {

@@ -240,11 +240,12 @@ def _product_dx(
         dx = _ops.linear_act_extended.default(dz, weight.T, None, dt, factor.T, NONE)
         if dx:
             return dx[0]
+    if seed is not None:
+        # Added in the product: a sum of its own would read both and write one of them again.
+        branch = _ops.lora_dropout.default(torch.mm(dt, factor), seed, dropout_p)
+        return _ops.linear_act.default(dz, weight.T, None, branch.view(x.shape), NONE, False)
     (dx,) = _ops.linear_act_backward.default(dz, x, weight, None, NONE, DX, False)
-    if seed is None:
-        return _add_branch(dt, factor.T, dx)
-    as_matrix(dx).add_(_ops.lora_dropout.default(torch.mm(dt, factor), seed, dropout_p))
-    return dx
+    return _add_branch(dt, factor.T, dx)
 
 
 def _add_branch(t: Tensor, factor: Tensor, base: Tensor) -> Tensor:

@@ -50,10 +50,9 @@ LinearActParams product_of(const Call* call) {
 
 void narrow(const Call* call) {
   const LinearActParams params = product_of(call);
-  DeviceTraits device;
-  device.num_sms = call->num_sms;
   emulation::check(narrow_can_run(params), "the kernel for few inputs cannot run this");
-  emulation::check_launch(launch_linear_narrow(params, device, nullptr));
+  const NarrowConfig config = choose_narrow_config(params, call->num_sms);
+  emulation::check_launch(launch_linear_narrow(params, config, false, nullptr));
 }
 
 void product(Call* call) {

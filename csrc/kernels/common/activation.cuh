@@ -37,6 +37,17 @@ __device__ __forceinline__ float approximate_reciprocal(float x) {
 #endif
 }
 
+// The larger one, or a NaN if there is one.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+#else
+  return a != a || b != b ? a + b : a > b ? a : b;
+#endif
+}
+
 template <bool kFast>
 struct Math {
   static __device__ __forceinline__ float exp(float x) {

@@ -64,4 +64,20 @@ __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
   return bits;
 }
 
+// The same of what is not negative, and 0 of the rest; a NaN stays. In one instruction.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_relu(float first, float second) {
+#ifdef __CUDA_ARCH__
+  uint32_t bits;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  }
+  return bits;
+#else
+  return pack_pair<T>(first < 0.0f ? 0.0f : first, second < 0.0f ? 0.0f : second);
+#endif
+}
+
 }  // namespace fusedcuda
