@@ -6,7 +6,7 @@
 //
 // bf16, ReLU. A line a shape and contender: the median of interleaved rounds of a CUDA graph of 40
 // calls, over outputs that are together three times the L2, in microseconds, and TB/s of what is
-// written. A warp's configuration: groups of 32 columns, and sets of 16 rows.
+// written. Sets: of 16 rows, of a warp.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -123,22 +123,21 @@ void shape(int64_t m, int64_t n, int64_t k, int num_sms) {
   add("fill, 128 bytes of a row", [=](T* y) {
     fill_rows_of_quads<2><<<num_sms * 8, 256, 0, stream>>>(reinterpret_cast<char*>(y), m, 2 * n);
   });
-  for (int groups : {1, 2}) {
-    auto add_warps = [&](const std::string& name, int64_t warps) {
-      const NarrowConfig config = narrow_config(p, groups, warps);
-      add(std::to_string(groups) + " groups, " + name, [=](T* y) {
-        LinearActParams q = p;
-        q.output = {y, n};
-        CHECK(launch_linear_narrow(q, config, true, stream));
-      });
-    };
-    const int64_t of_sm = narrow_blocks_of_sm(groups, true) * kNarrowThreads / 32;
-    add_warps("resident", num_sms * of_sm);
-    add_warps("3/4 resident", num_sms * of_sm * 3 / 4);
-    add_warps("half resident", num_sms * of_sm / 2);
-    const int64_t all = m / 16 * ((n + 32 * groups - 1) / (32 * groups));
-    for (int sets : {1, 2, 8}) add_warps(std::to_string(sets) + " sets", all / sets);
-  }
+  auto add_warps = [&](const std::string& name, int64_t warps) {
+    const NarrowConfig config = narrow_config(p, warps);
+    add("few inputs, " + name, [=](T* y) {
+      LinearActParams q = p;
+      q.output = {y, n};
+      CHECK(launch_linear_narrow(q, config, true, stream));
+    });
+  };
+  const int64_t resident =
+      int64_t{num_sms} * narrow_blocks_of_sm(true) * kNarrowThreads / kWarpSize;
+  add_warps("resident", resident);
+  add_warps("3/4 resident", resident * 3 / 4);
+  add_warps("half resident", resident / 2);
+  const int64_t all = m / 16 * ceil_div(n, kNarrowColumns);
+  for (int sets : {1, 2, 8}) add_warps(std::to_string(sets) + " sets", all / sets);
   for (Contender& c : contenders) {
     for (T* y : outputs) c.call(y);
     CHECK(cudaStreamSynchronize(stream));

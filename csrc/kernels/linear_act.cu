@@ -312,13 +312,12 @@ cudaError_t launch_linear_narrow(const LinearActParams& p, const NarrowConfig& c
                   dim3(kNarrowThreads), dependent, stream, p, mask_row_bytes(p.n),
                   config.warps_of_row, config.strides);
   };
-  auto start_groups = [&](auto zero) {
+  auto start_type = [&](auto zero) {
     using T = decltype(zero);
-    if (!is_plain(p)) return start(linear_narrow_kernel<T, 1, false>);
-    return config.groups == 1 ? start(linear_narrow_kernel<T, 1, true>)
-                              : start(linear_narrow_kernel<T, 2, true>);
+    return is_plain(p) ? start(linear_narrow_kernel<T, true>)
+                       : start(linear_narrow_kernel<T, false>);
   };
-  return p.dtype == DType::kFloat16 ? start_groups(__half()) : start_groups(__nv_bfloat16());
+  return p.dtype == DType::kFloat16 ? start_type(__half()) : start_type(__nv_bfloat16());
 }
 
 }  // namespace fusedcuda

@@ -118,14 +118,11 @@ inline bool hopper_is_faster(const LinearActParams& params, const DeviceTraits& 
 
 // Layers of few inputs (linear_act_narrow.cuh).
 constexpr int kNarrowMostK = 16;
-constexpr int kNarrowColumns = 32;  // of a group; a warp has some groups
+constexpr int kNarrowColumns = 32;  // of a warp
 constexpr int kNarrowThreads = 256;
-constexpr int narrow_blocks_of_sm(int groups, bool is_plain) {
-  return is_plain && groups == 1 ? 4 : 2;
-}
+constexpr int narrow_blocks_of_sm(bool is_plain) { return is_plain ? 4 : 2; }
 
 struct NarrowConfig {
-  int groups = 1;        // of columns, of a warp
   int warps_of_row = 1;  // that have one row together
   int strides = 1;       // sets of 16 rows that are computed at the same time
 };
@@ -150,21 +147,19 @@ inline bool is_plain(const LinearActParams& p) {
          (p.activation == Activation::kNone || p.activation == Activation::kRelu);
 }
 
-inline NarrowConfig narrow_config(const LinearActParams& p, int groups, int64_t warps) {
+inline NarrowConfig narrow_config(const LinearActParams& p, int64_t warps) {
   NarrowConfig config;
-  config.groups = groups;
-  config.warps_of_row = static_cast<int>(ceil_div(p.n, int64_t{kNarrowColumns} * groups));
+  config.warps_of_row = static_cast<int>(ceil_div(p.n, kNarrowColumns));
   const int64_t sets = std::min(warps / config.warps_of_row, ceil_div(p.m, 16));
   config.strides = static_cast<int>(std::max<int64_t>(sets, 1));
   return config;
 }
 
-// As many warps as the card has a place for, and no more than there are rows for.
+// As many warps as the card has a place for, and no more than there are rows for: with fewer, 9 to
+// 25 % slower, with many short ones twice as slow (bench/tuning/linear_narrow_configs.cu).
 inline NarrowConfig choose_narrow_config(const LinearActParams& p, int num_sms) {
-  const int groups = 1;
   constexpr int kWarps = kNarrowThreads / kWarpSize;
-  const int blocks = num_sms * narrow_blocks_of_sm(groups, is_plain(p));
-  return narrow_config(p, groups, int64_t{blocks} * kWarps);
+  return narrow_config(p, int64_t{num_sms} * narrow_blocks_of_sm(is_plain(p)) * kWarps);
 }
 
 namespace linear_act {

@@ -1,11 +1,11 @@
 // A layer of few inputs and many rows, as the first one of a DLRM: act(x @ weight.T + bias), bound
 // by the write of the output.
 //
-// - A warp has some groups of 32 columns of the output, whose weights and biases stay in its
-//   registers, and takes 16 rows of x at a time. No copies to padded rows: they lie behind each
-//   other and have any length up to 16.
-// - So 16 rows are at most 32 pieces of 16 bytes, one a thread. They are on their way a set of rows
-//   ahead, and become a factor through shared memory.
+// - A warp has 32 columns of the output, whose weights and biases stay in its registers (64: 3 %
+//   slower), and takes 16 rows of x at a time. No copies to padded rows: they lie behind each other
+//   and have any length up to 16.
+// - So 16 rows are at most 32 pieces of 16 bytes, one a thread. They are on their way two sets of
+//   rows ahead (one: 8 % slower), and become a factor through shared memory.
 // - The weights are columns of the products (mma.sync) in an order in which a thread's results are
 //   eight neighbours: one store of 16 bytes, and one byte of a ReLU's mask.
 // - The sums start as the biases, and a ReLU whose input nobody needs is part of the rounding.
@@ -27,7 +27,7 @@
 namespace fusedcuda {
 
 // kIsPlain: no activation or a ReLU, and nothing is saved.
-template <typename T, int kGroups, bool kIsPlain>
+template <typename T, bool kIsPlain>
 class NarrowRows {
  public:
   // Of the rows first_row, first_row + step, ... and the 15 after each.
@@ -63,8 +63,7 @@ class NarrowRows {
   }
 
  private:
-  static constexpr int kProducts = kNarrowColumns / 8;  // of a group
-  static constexpr int kColumns = kGroups * kNarrowColumns;
+  static constexpr int kProducts = kNarrowColumns / 8;
 
   using Piece = uint4;  // a thread's, of 16 rows
 
@@ -73,12 +72,16 @@ class NarrowRows {
   template <bool kSaves, typename Act>
   __device__ __forceinline__ void run(const Act& act) {
     int row = next_row_;
-    Piece next = load();
+    Piece even = load(), odd = load();  // on their way while others are multiplied
     load_weights();
-    for (; row < rows_; row += step_) {
-      const Piece piece = next;
-      next = load();  // while these are multiplied
-      finish<kSaves>(row, piece, act);
+    while (row < rows_) {
+      finish<kSaves>(row, even, act);
+      even = load();
+      row += step_;
+      if (row >= rows_) break;
+      finish<kSaves>(row, odd, act);
+      odd = load();
+      row += step_;
     }
   }
 
@@ -100,9 +103,8 @@ class NarrowRows {
   __device__ __forceinline__ void load_weights() {
     // Of product i, lane l has row l / 4 of the weights, which is column 8 (l / 8) + 2 i + l / 4
     // % 2.
-    constexpr int kCount = kGroups * kProducts;
     const int row = lane() / 4,
-              columns = static_cast<int>(min(p_.n - first_column_, int64_t{kColumns}));
+              columns = static_cast<int>(min(p_.n - first_column_, int64_t{kNarrowColumns}));
     const bool in_pieces =
         p_.b.stride == p_.k && reinterpret_cast<uintptr_t>(p_.b.data) % kVectorBytes == 0;
     const uint16_t* first = line(p_.b, first_column_);
@@ -110,7 +112,7 @@ class NarrowRows {
       const int pieces = columns * inputs_ / 8;
       const Piece* const from = reinterpret_cast<const Piece*>(first);
 #pragma unroll
-      for (int i = 0; i < kColumns * kNarrowMostK / 8; i += kWarpSize) {
+      for (int i = 0; i < kNarrowColumns * kNarrowMostK / 8; i += kWarpSize) {
         if (i + lane() < pieces) reinterpret_cast<Piece*>(memory_)[i + lane()] = from[i + lane()];
       }
       __syncwarp();
@@ -118,36 +120,31 @@ class NarrowRows {
     }
     const int64_t stride = in_pieces ? inputs_ : p_.b.stride;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int column = i / kProducts * kNarrowColumns + row / 2 * 8 + i % kProducts * 2 + row % 2;
+    for (int i = 0; i < kProducts; ++i) {
+      const int column = row / 2 * 8 + i * 2 + row % 2;
       const uint16_t* const from = first + min(column, columns - 1) * stride;
 #pragma unroll
       for (int high = 0; high < 2; ++high) {
         const int k = first_k(high);
-        weights_[i / kProducts][i % kProducts][high] = pair_of(
-            k < inputs_ ? from[k] : uint16_t{0}, k + 1 < inputs_ ? from[k + 1] : uint16_t{0});
+        weights_[i][high] = pair_of(k < inputs_ ? from[k] : uint16_t{0},
+                                    k + 1 < inputs_ ? from[k + 1] : uint16_t{0});
       }
     }
     load_bias();
   }
 
   __device__ __forceinline__ void load_bias() {
-    const uint16_t* const bias = static_cast<const uint16_t*>(p_.bias);
-    const bool is_piece = reinterpret_cast<uintptr_t>(bias) % kVectorBytes == 0;
+    const T* const bias = static_cast<const T*>(p_.bias) + column_;
+    Vector<T, 8> values = {};
+    if (p_.bias != nullptr && column_ < p_.n) {
+      if (reinterpret_cast<uintptr_t>(bias) % kVectorBytes == 0) {
+        values = load_vector<T, 8>(bias);
+      } else {
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const int64_t column = column_ + group * kNarrowColumns;
-      Vector<T, 8> values = {};
-      if (bias != nullptr && column < p_.n) {
-        if (is_piece) {
-          values = load_vector<T, 8>(reinterpret_cast<const T*>(bias + column));
-        } else {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) memcpy(&values.values[j], bias + column + j, 2);
-        }
+        for (int j = 0; j < 8; ++j) values.values[j] = bias[j];
       }
-      unpack(values, bias_[group]);
     }
+    unpack(values, bias_);
   }
 
   // Pieces as a factor: of row l / 4 and of row l / 4 + 8, with zeros behind the end of a row.
@@ -182,31 +179,26 @@ class NarrowRows {
     exchange(piece, x);
     const int row = first_row + lane() / 4;
     T* const to = static_cast<T*>(p_.output.data) + row * p_.output.stride + column_;
+    float sums[kProducts][4];
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const float (&bias)[8] = bias_[group];
-      float sums[kProducts][4];
+    for (int i = 0; i < kProducts; ++i) {
 #pragma unroll
-      for (int i = 0; i < kProducts; ++i) {
+      for (int j = 0; j < 4; ++j) sums[i][j] = bias_[2 * i + j % 2];
+      multiply_tiles<T>(sums[i], x, weights_[i]);
+    }
+    if (column_ >= p_.n) return;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sums[i][j] = bias[2 * i + j % 2];
-        multiply_tiles<T>(sums[i], x, weights_[group][i]);
-      }
-      const int at = group * kNarrowColumns;
+    for (int lower = 0; lower < 2; ++lower) {
+      float z[8];
 #pragma unroll
-      for (int lower = 0; lower < 2; ++lower) {
-        float z[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) z[j] = sums[j / 2][lower * 2 + j % 2];
-        if (row + lower * 8 < rows_ && column_ + at < p_.n)
-          store<kSaves>(to + lower * 8 * p_.output.stride + at, row + lower * 8, column_ + at, z,
-                        act);
-      }
+      for (int j = 0; j < 8; ++j) z[j] = sums[j / 2][lower * 2 + j % 2];
+      if (row + lower * 8 < rows_)
+        store<kSaves>(to + lower * 8 * p_.output.stride, row + lower * 8, z, act);
     }
   }
 
   template <bool kSaves, typename Act>
-  __device__ __forceinline__ void store(T* to, int64_t row, int64_t column, const float (&z)[8],
+  __device__ __forceinline__ void store(T* to, int64_t row, const float (&z)[8],
                                         const Act& act) const {
     if constexpr (Act::kIsRelu && !kSaves) {
       store_words(to, {pack_relu<T>(z[0], z[1]), pack_relu<T>(z[2], z[3]), pack_relu<T>(z[4], z[5]),
@@ -220,9 +212,10 @@ class NarrowRows {
       unsigned bits = 0;
 #pragma unroll
       for (int j = 0; j < 8; ++j) bits |= (z[j] <= 0.0f ? 0u : 1u) << j;
-      static_cast<uint8_t*>(p_.saved)[row * mask_stride_ + column / 8] = static_cast<uint8_t>(bits);
+      static_cast<uint8_t*>(p_.saved)[row * mask_stride_ + column_ / 8] =
+          static_cast<uint8_t>(bits);
     } else if constexpr (kSaves) {
-      store_eight(static_cast<T*>(p_.saved) + row * p_.n + column, derivative);
+      store_eight(static_cast<T*>(p_.saved) + row * p_.n + column_, derivative);
     }
   }
 
@@ -247,18 +240,18 @@ class NarrowRows {
   const int64_t column_;  // of the thread
   const int step_, inputs_, rows_;
   int next_row_;  // that is loaded
-  uint32_t weights_[kGroups][kProducts][2];
-  float bias_[kGroups][8];
+  uint32_t weights_[kProducts][2];
+  float bias_[8];
 };
 
-// A warp for each kGroups groups of columns and `strides` sets of rows, columns first: the warps of
-// a block write whole rows.
-template <typename T, int kGroups, bool kIsPlain>
-__global__ void __launch_bounds__(kNarrowThreads, narrow_blocks_of_sm(kGroups, kIsPlain))
+// A warp for each group of columns and `strides` sets of rows, columns first: the warps of a block
+// write whole rows.
+template <typename T, bool kIsPlain>
+__global__ void __launch_bounds__(kNarrowThreads, narrow_blocks_of_sm(kIsPlain))
     linear_narrow_kernel(const __grid_constant__ LinearActParams p, int64_t mask_stride,
                          int warps_of_row, int strides) {
   // Of a warp: 16 rows of x, and before them its weights.
-  constexpr int kBytes = kGroups * kNarrowColumns * kNarrowMostK * 2;
+  constexpr int kBytes = kNarrowColumns * kNarrowMostK * 2;
   alignas(16) __shared__ unsigned char memory[kNarrowThreads / kWarpSize][kBytes];
   const int warp_of_block = static_cast<int>(threadIdx.x) / kWarpSize;
   const int warp = static_cast<int>(blockIdx.x) * (kNarrowThreads / kWarpSize) + warp_of_block;
@@ -266,9 +259,9 @@ __global__ void __launch_bounds__(kNarrowThreads, narrow_blocks_of_sm(kGroups, k
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (set >= strides) return;
-  const int64_t column = int64_t{warp % warps_of_row} * kGroups * kNarrowColumns;
-  NarrowRows<T, kGroups, kIsPlain> rows(p, memory[warp_of_block], mask_stride, column, set * 16,
-                                        strides * 16);
+  const int64_t column = int64_t{warp % warps_of_row} * kNarrowColumns;
+  NarrowRows<T, kIsPlain> rows(p, memory[warp_of_block], mask_stride, column, set * 16,
+                               strides * 16);
   rows.run();
 }
 

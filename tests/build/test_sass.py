@@ -109,10 +109,12 @@ def test_the_products_of_an_adapter_are_copies_to_tensor_cores(kernels) -> None:
 
 def test_a_layer_of_few_inputs_stores_sixteen_bytes_at_a_time(kernels) -> None:
     narrow = [k for k in kernels if k.function == "linear_narrow_kernel"]
-    assert len(narrow) == 2  # types
-    without = [k for k in narrow if not (k.products and k.stores_128)]
+    assert len(narrow) == 2 * 2  # types; plain ones and all others
+    without = [k for k in narrow if not (k.products and k.loads_128 and k.stores_128)]
     assert not without, "\n" + sass.table(without)
-    assert max(k.registers for k in narrow) <= 80  # three blocks of 256 threads on an SM
+    # Four blocks of 256 threads on an SM, or two.
+    assert sorted(k.registers <= 64 for k in narrow) == [False, False, True, True]
+    assert max(k.registers for k in narrow) <= 128
 
 
 def test_a_layer_of_few_rows_streams_its_weight_to_tensor_cores(kernels) -> None:
