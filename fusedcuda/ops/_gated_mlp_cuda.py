@@ -31,9 +31,9 @@ PATHS = ("auto", "decode", "fused", "apart", "concatenated")
 _path = PathChoice("gated_mlp_use", PATHS)  # one that is forced is taken where it can be
 use = _path.use
 
-# Up to so many rows all of it is one launch, and can be up to twice as many. Measured on an H200,
-# 4096 x 14336 bf16: one row 85 us, eight 89, 16 rows 95, where torch.compile takes 91, three
-# products alone 92.
+# Up to so many rows all of it is one launch: of a packed weight, and of separate ones, of which the
+# other paths read one behind the other. Measured on an H200, 4096 x 14336 bf16: one row 85 us, eight
+# 89, 16 rows 93.9 where apart takes 95.0, concatenated 92.2, torch.compile of a packed weight 91.1.
 DECODE_ROWS, MOST_DECODE_ROWS = 8, 16
 # With more, the kernel that multiplies gate and up before it writes, where it has tiles (128 x 64)
 # for most multiprocessors. Measured on an H200, 14336 x 4096 bf16, microseconds of the kernel and
@@ -59,7 +59,8 @@ def candidates(x: Tensor, features: int, packed: bool, saves: bool) -> tuple[str
     if _path.forced is not None:
         wanted = [_path.forced]
     else:
-        wanted = ["decode"] if x.shape[0] <= DECODE_ROWS else [] if few else ["fused"]
+        in_one_launch = x.shape[0] <= (DECODE_ROWS if packed else MOST_DECODE_ROWS)
+        wanted = ["decode"] if in_one_launch else [] if few else ["fused"]
         # Gate and up apart are slow to write where the rows of up start off a 16-byte boundary.
         if few or features * x.element_size() % 16 != 0:
             wanted.append("concatenated")

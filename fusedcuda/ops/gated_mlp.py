@@ -58,10 +58,10 @@ def gated_mlp(
       is asked for needs is kept, and only these are computed. Nothing saved is written to.
       Differentiable once: a double backward raises.
     - Memory moved, in elements: forward ``M K + 2 F K + N F + M N``, and ``2 M F`` of ``h`` in
-      between (hardly any where all is one launch, of up to 8 rows without a gradient). Gate and up
-      add ``2 M F`` where they are saved, ``4 M F`` where they are products of their own. Backward:
-      what the products read and write, and ``5 M F`` of the pass between them (``recompute``: ``6 M
-      F``).
+      between (hardly any where all is one launch, of up to 8 rows without a gradient, 16 of a pair
+      of weights). Gate and up add ``2 M F`` where they are saved, ``4 M F`` where they are products
+      of their own. Backward: what the products read and write, and ``5 M F`` of the pass between
+      them (``recompute``: ``6 M F``).
     - ``TypeError``: an operand that is no floating tensor, or of another dtype. ``ValueError``: a
       shape or device that does not fit, an unknown activation. The message names the argument, as
       ``w_gate_up``, or ``w_gate`` and ``w_up`` of a pair.
