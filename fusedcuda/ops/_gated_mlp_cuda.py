@@ -32,8 +32,8 @@ _path = PathChoice("gated_mlp_use", PATHS)  # one that is forced is taken where 
 use = _path.use
 
 # Up to so many rows all of it is one launch: of a packed weight, and of separate ones, of which the
-# other paths read one behind the other. Measured on an H200, 4096 x 14336 bf16: one row 85 us, eight
-# 89, 16 rows 93.9 where apart takes 95.0, concatenated 92.2, torch.compile of a packed weight 91.1.
+# other paths read one behind the other. Measured on an H200, 4096 x 14336 bf16: one row 85 us,
+# eight 89, 16 rows 93.9 (apart 95.0, concatenated 92.2, torch.compile of a packed weight 91.1).
 DECODE_ROWS, MOST_DECODE_ROWS = 8, 16
 # With more, the kernel that multiplies gate and up before it writes, where it has tiles (128 x 64)
 # for most multiprocessors. Measured on an H200, 14336 x 4096 bf16, microseconds of the kernel and
