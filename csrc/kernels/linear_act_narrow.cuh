@@ -101,10 +101,9 @@ class NarrowRows {
   // Weights that lie behind each other come in pieces as well: element by element, a warp would ask
   // for eight lines at a time, and all warps together for longer than they multiply.
   __device__ __forceinline__ void load_weights() {
-    // Of product i, lane l has row l / 4 of the weights, which is column 8 (l / 8) + 2 i + l / 4
-    // % 2.
-    const int row = lane() / 4,
-              columns = static_cast<int>(min(p_.n - first_column_, int64_t{kNarrowColumns}));
+    // Of product i, lane l has row l / 4 of the weights: column 8 (l / 8) + 2 i + l / 4 % 2.
+    const int row = lane() / 4;
+    const int columns = static_cast<int>(min(p_.n - first_column_, int64_t{kNarrowColumns}));
     const bool in_pieces =
         p_.b.stride == p_.k && reinterpret_cast<uintptr_t>(p_.b.data) % kVectorBytes == 0;
     const uint16_t* first = line(p_.b, first_column_);
@@ -134,9 +133,9 @@ class NarrowRows {
   }
 
   __device__ __forceinline__ void load_bias() {
-    const T* const bias = static_cast<const T*>(p_.bias) + column_;
     Vector<T, 8> values = {};
     if (p_.bias != nullptr && column_ < p_.n) {
+      const T* const bias = static_cast<const T*>(p_.bias) + column_;
       if (reinterpret_cast<uintptr_t>(bias) % kVectorBytes == 0) {
         values = load_vector<T, 8>(bias);
       } else {
