@@ -112,7 +112,7 @@ def _add_linear_and_branch(parts: Parts, product: _Product, path: str) -> None:
 
 
 def _add_branch(parts: Parts, t: Tensor, factor: Tensor, base: Tensor) -> None:
-    """To the finished product, which is rounded before."""
+    """``base + t @ factor.T``, where ``base`` is finished and rounded before."""
     given: dict[str, Any] = {
         "x": t,
         "weight": factor,

@@ -38,7 +38,7 @@ def test_chunks_and_their_memory():
     times = [launch["times"] for launch in explanation.launches]
     assert times == [1, 3, 3, 3, 1, 2, 1, 1, 1, 1, 1, 1]
     # Logits: written, read and overwritten, read twice; of dweight one chunk adds to nothing. The
-    # products that make dweight see a multiple of 8 classes, the others columns of zeros.
+    # products that make dweight see seven classes more, whose logits are zeros, written once.
     weight, dweight = CLASSES * FEATURES * 2, CLASSES * FEATURES * 4
     logits, x = ROWS * CLASSES * 2, ROWS * FEATURES * 2
     even, zeros = CLASSES + 7, 256 * 7 * 2

@@ -62,7 +62,8 @@ inline LinearActParams hopper_params(const LinearForward& f) {
 
 // Whether the product for few inputs is to be had and taken, of operands where they are.
 inline bool takes_narrow(const LinearForward& f, const PlanSource& source) {
-  if (source.backend != LinearBackend::kMeasured) return false;
+  // First what tells most layers apart, as every call asks.
+  if (f.layer.k > kNarrowMostK || source.backend != LinearBackend::kMeasured) return false;
   LinearForward as_given = f;
   as_given.padded_x = as_given.padded_weight = nullptr;
   return f.layer.batch == 1 && f.residual.data == nullptr &&

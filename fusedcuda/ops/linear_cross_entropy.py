@@ -86,7 +86,9 @@ def linear_cross_entropy(
     backward where the logits are made again).
 
     Saved for backward: ``x``, ``weight``, ``bias``, ``target``, two float32 a row, and where the
-    forward makes them the gradients. No operand is written to.
+    forward makes them the gradients. No operand is written to. Where ``V`` is no multiple of 8 the
+    gradient of ``weight``, unless it is rounded from a sum in float32, is a contiguous view of
+    memory with up to 7 rows more.
 
     Raises ``TypeError`` for a dtype or a type, ``ValueError`` for a shape, a device, a number out
     of range or an unknown word, ``IndexError`` on the CPU for a target out of range. The message
