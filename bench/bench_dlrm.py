@@ -62,6 +62,7 @@ def width_of(count: int, columns: int) -> int:
 
 
 @cache
+@torch.inference_mode(False)  # the first to ask is a host time in inference mode
 def pairs(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     i, j = torch.tril_indices(count, count, -1, device=device)
     return i, j

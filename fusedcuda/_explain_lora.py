@@ -178,7 +178,7 @@ def _describe_backward(parts: Parts, layer: _Layer) -> None:
         _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
         in_one = cuda.choose_path() in cuda.IN_ONE_PRODUCT and seed is None
         if not (in_one and _add_extended(parts, product, NONE)):
-            _add_dx_and_branch(parts, product, seed)
+            _add_dx_and_branch(parts, product, seed, dropout_p)
     if weight.requires_grad:
         parts.add(_cublas("dz.T @ x"), [dz, rows, weight], "  gradient of weight: as linear_act's")
     if bias is not None and bias.requires_grad:
@@ -187,16 +187,33 @@ def _describe_backward(parts: Parts, layer: _Layer) -> None:
     _add_up(parts, "lora_b", t, dz, lora_b, None, 0.0, transposed=True)
 
 
-def _add_dx_and_branch(parts: Parts, product: _Product, seed: Tensor | None) -> None:
+def _add_dx_and_branch(
+    parts: Parts, product: _Product, seed: Tensor | None, dropout_p: float
+) -> None:
     dz, weight, _, dt, factor, rows = product
     if seed is None:
         line = "  gradient of x: a product as linear_act's"
         parts.add(_cublas("dz @ weight"), [dz, weight, rows], line)
         _add_branch(parts, dt, factor, rows)
         return
-    line = "  gradient of x: the branch's part by cuBLAS, dropout by a kernel of its own, then"
-    parts.add(_cublas("dt @ lora_a", kernels=2), [dt, factor, *[rows] * 3], line)
+    _add_dropped_branch(parts, dt, factor, rows, seed, dropout_p)
     _add_branch(parts, dz, weight, rows)
+
+
+def _add_dropped_branch(
+    parts: Parts, dt: Tensor, factor: Tensor, rows: Tensor, seed: Tensor, dropout_p: float
+) -> None:
+    what = "  gradient of x: the branch's part"
+    if cuda.has_kernel(dt.dtype):
+        _jit.load(family.FAMILY)
+        given = (dt, factor.T, seed, dropout_p, multiprocessors())
+        if text := torch.ops.fusedcuda.lora_branch_plan(*given):
+            plan = {"op": "lora_branch", "kernels": 1, "copies": []} | json.loads(text)
+            line = f"{what} with its dropout in one launch: {plan['blocks']} blocks; then"
+            parts.add(plan, [dt, factor, rows], line)
+            return
+    line = f"{what} by cuBLAS, dropout by a kernel of its own, then"
+    parts.add(_cublas("dt @ lora_a", kernels=2), [dt, factor, *[rows] * 3], line)
 
 
 def _explain_lora_mlp(arguments: dict[str, Any], backward: bool) -> Explanation:

@@ -128,8 +128,11 @@ def test_backward(use):
     assert "gradient of weight" in text
     drops = {"dropout_p": 0.1, "training": True}
     dropped = explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True, **drops)
-    assert "dropout by a kernel of its own" in str(dropped)
+    assert "the branch's part with its dropout in one launch" in str(dropped)
     assert dropped.kernels > backward.kernels
+    more = operands(rank=24)
+    dropped = explain(lora_linear, *more, backward=True, **drops)
+    assert "the branch's part by cuBLAS, dropout by a kernel of its own" in str(dropped)
 
 
 def test_t_by_our_own_kernel():

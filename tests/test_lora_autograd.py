@@ -199,3 +199,4 @@ def test_opcheck_of_the_parts(with_seed, device):
             opcheck(_ops.lora_up.default, (t, layer.x, seed, 3, 0.25, transposed, in_float32))
     if with_seed:
         opcheck(_ops.lora_dropout.default, (layer.x, seed, 0.25))
+        opcheck(_ops.lora_branch.default, (layer.x, layer.weight.T, seed, 0.25))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from launches import captured
+from layouts import shifted
 from linears import exact
 from loras import check_lora, mask_of, random_layer
 from reference import leaf, poison
@@ -102,6 +103,37 @@ def test_masks_are_those_of_the_cpu():
         for dropout_p in (0.0, 0.1, 0.5, 1.0):
             actual = _ops.lora_dropout(x, seed, dropout_p)
             assert torch.equal(actual, on_cpu("lora_dropout", x, seed, dropout_p))
+
+
+@pytest.mark.parametrize("rank", [1, 8, 13, 16])
+@every_half
+def test_a_dropped_branch_equals_the_reference_to_the_last_bit(dtype, rank):
+    fusedcuda.load("lora")
+    seed = torch.tensor([2**40 + 3], device="cuda")
+    for rows, columns in ((1, 8), (70, 1032), (8192, 4096), (3000, 136)):
+        t = torch.randint(-2, 3, (rows, rank), device="cuda").to(dtype)
+        factor = torch.randint(-2, 3, (rank, columns), device="cuda").to(dtype)
+        for given in (factor, shifted(factor, 1)):
+            (branch,) = _ops.lora_branch(t, given, seed, 0.5)
+            (expected,) = _ops.lora_branch(t.cpu(), factor.cpu(), seed.cpu(), 0.5)
+            assert torch.equal(branch.cpu(), expected)
+
+
+def test_branches_without_a_kernel():
+    """More ranks, columns that are no multiple of 8, everything dropped, nothing there."""
+    fusedcuda.load("lora")
+    seed = torch.tensor([1], device="cuda")
+    for rows, rank, columns, dropout_p in (
+        (5, 24, 8, 0.5),
+        (5, 8, 12, 0.5),
+        (5, 8, 8, 1.0),
+        (0, 8, 8, 0.5),
+    ):
+        t = torch.ones(rows, rank, dtype=BF16, device="cuda")
+        factor = torch.ones(rank, columns, dtype=BF16, device="cuda")
+        assert _ops.lora_branch(t, factor, seed, dropout_p) == []
+        layer = random_layer(rows, n=16, k=columns, rank=rank, dtype=BF16, device="cuda")
+        check_lora(layer, 0.5, dropout_p=dropout_p)
 
 
 def test_masks_do_not_repeat(memory):

@@ -142,6 +142,7 @@ def test_mlp_names_the_layer(device):
         ("lora_up", lambda x, a, t: (t.float(), x, None, 3, 0.0, False, True), "t must"),
         ("lora_up", lambda x, a, t: (t, x, None, 513, 0.0, False, True), "1 to 512; got 513"),
         ("lora_dropout", lambda x, a, t: (x, t[0, :1], 0.5), "seed must be an int64"),
+        ("lora_branch", lambda x, a, t: (t, x, t[0, :1].long(), 0.5), "factor must have shape"),
     ],
 )
 def test_raw_operators(op, arguments, words, device):

@@ -34,6 +34,16 @@ def test_lora_products(rank, k, dropout_p):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 5, 8, 16])
+def test_a_dropped_branch(rank):
+    branch = torch.ops.fusedcuda.lora_branch
+    seed = torch.tensor([7], device="cuda")
+    for rows, columns in ((1, 8), (70, 136), (1100, 40)):
+        t, factor = (new(*size, dtype=torch.bfloat16) for size in ((rows, rank), (rank, columns)))
+        on_both(lambda *given: branch(*given)[0], t, factor, seed, 0.5)
+
+
+@pytest.mark.gpu
 @pytest.mark.cublas
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("k", [136, 13])

@@ -124,15 +124,14 @@ void shape(int64_t m, int64_t n, int64_t k, int num_sms) {
     fill_rows_of_quads<2><<<num_sms * 8, 256, 0, stream>>>(reinterpret_cast<char*>(y), m, 2 * n);
   });
   auto add_warps = [&](const std::string& name, int64_t warps) {
-    const NarrowConfig config = narrow_config(p, warps);
+    const NarrowConfig config = narrow_config(p.m, p.n, warps);
     add("few inputs, " + name, [=](T* y) {
       LinearActParams q = p;
       q.output = {y, n};
       CHECK(launch_linear_narrow(q, config, true, stream));
     });
   };
-  const int64_t resident =
-      int64_t{num_sms} * narrow_blocks_of_sm(true) * kNarrowThreads / kWarpSize;
+  const int64_t resident = int64_t{num_sms} * narrow_blocks_of_sm(true) * kNarrowWarps;
   add_warps("resident", resident);
   add_warps("3/4 resident", resident * 3 / 4);
   add_warps("half resident", resident / 2);

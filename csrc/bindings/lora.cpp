@@ -5,6 +5,7 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../kernels/lora_config.h"
 #include "lora_decode.h"
@@ -235,12 +236,87 @@ Tensor lora_dropout(const Tensor& x, const Tensor& seed, double dropout_p) {
   return output;
 }
 
+// --- The branch's part of a gradient, with dropout
+
+class BranchCall : public LoraCall {
+ public:
+  BranchCall(const Tensor& t, const Tensor& factor, const Tensor& seed, double dropout_p)
+      : LoraCall("lora_branch", t, seed, dropout_p) {
+    check_half();
+    const View view(factor);
+    check_device("factor", view);
+    if (dtype_of(view) != rows.dtype()) fail(op, ": factor must have the dtype of t");
+    if (view.dim != 2 || view.sizes[0] != rows.columns())
+      fail(op, ": factor must have shape (", rows.columns(), ", K); got ", shape_of(view));
+    const auto given = parameters<LoraDropoutParams>(1);
+    params.dtype = given.dtype;
+    params.scale = static_cast<float>(given.scale);
+    params.dropout = given.dropout;
+    params.rows.m = given.rows;
+    params.rows.n = view.sizes[1];
+    params.rows.k = given.columns;
+    params.rows.a = given.x.data;
+    params.rows.b = {view.data, view.sizes[0] > 1 ? view.strides[0] : view.sizes[1], false};
+    params.rows.output = {nullptr, params.rows.n};
+    reads_arrays_ = (view.sizes[1] <= 1 || view.strides[1] == 1) &&
+                    (given.rows <= 1 || given.x.stride == given.columns);
+  }
+
+  // (A generator that drops everything would need a bit more.)
+  bool has_kernel() const {
+    return reads_arrays_ && params.dropout.threshold < 1 << 16 &&
+           narrow_can_run(params.rows, params.dtype);
+  }
+
+  void choose(const DeviceTraits& device) {
+    params.rows.config =
+        choose_narrow_config(params.rows.m, params.rows.n, device.num_sms, kLoraBranchBlocksOfSm);
+  }
+
+  std::string plan() const {
+    return concat("{\"path\": \"lora_branch_kernel\", \"threads\": ", kNarrowThreads,
+                  ", \"blocks\": ", params.rows.config.blocks(), "}");
+  }
+
+  LoraBranchParams params;
+
+ private:
+  bool reads_arrays_;
+};
+
+// [dropout(t @ factor)], or nothing where there is no kernel.
+std::vector<Tensor> lora_branch(const Tensor& t, const Tensor& factor, const Tensor& seed,
+                                double dropout_p) {
+  BranchCall call(t, factor, seed, dropout_p);
+  if (!call.has_kernel()) return {};
+  Tensor output = call.allocate(call.params.rows.m, call.params.rows.n, call.params.dtype);
+  call.params.rows.output.data = View(output).data;
+  const int32_t device = call.rows.device_index();
+  DeviceScope scope(device);
+  const DeviceTraits& traits = device_traits<lora_device_traits>(device);
+  call.choose(traits);
+  print_config([&] { return call.plan(); });
+  throw_on_error(launch_lora_branch(call.params, traits.dependent_launch, current_stream(device)),
+                 call.op);
+  return {output};
+}
+
+// What lora_branch would launch, or "" where there is no kernel; see lora_down_plan.
+std::string lora_branch_plan(const Tensor& t, const Tensor& factor, const Tensor& seed,
+                             double dropout_p, int64_t num_sms) {
+  BranchCall call(t, factor, seed, dropout_p);
+  if (!call.has_kernel()) return "";
+  call.choose(planned_device<lora_device_traits>(num_sms));
+  return call.plan();
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
   m.impl("lora_down", TORCH_BOX(&lora_down));
   m.impl("lora_up", TORCH_BOX(&lora_up));
   m.impl("lora_dropout", TORCH_BOX(&lora_dropout));
+  m.impl("lora_branch", TORCH_BOX(&lora_branch));
   m.impl("lora_product", TORCH_BOX(&lora_product));
   m.impl("lora_decode", TORCH_BOX(&lora_decode));
 }
@@ -248,6 +324,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(fusedcuda, CompositeExplicitAutograd, m) {
   m.impl("lora_down_plan", TORCH_BOX(&lora_down_plan));
   m.impl("lora_up_plan", TORCH_BOX(&lora_up_plan));
+  m.impl("lora_branch_plan", TORCH_BOX(&lora_branch_plan));
   m.impl("lora_product_plan", TORCH_BOX(&lora_product_plan));
   m.impl("lora_decode_plan", TORCH_BOX(&lora_decode_plan));
 }

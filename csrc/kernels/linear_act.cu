@@ -305,12 +305,12 @@ cudaError_t launch_dot_rows(const DotRowsParams& p, cudaStream_t stream) {
 
 cudaError_t launch_linear_narrow(const LinearActParams& p, const NarrowConfig& config,
                                  bool dependent, cudaStream_t stream) {
-  constexpr int kWarps = kNarrowThreads / kWarpSize;
-  const int64_t warps = int64_t{config.strides} * config.warps_of_row;
+  LinearNarrowParams params = {narrow_params(p), p.activation, p.saves, p.saved,
+                               mask_row_bytes(p.n)};
+  params.rows.config = config;
   auto start = [&](auto kernel) {
-    return launch(kernel, dim3(static_cast<unsigned>(ceil_div(warps, kWarps))),
-                  dim3(kNarrowThreads), dependent, stream, p, mask_row_bytes(p.n),
-                  config.warps_of_row, config.strides);
+    return launch(kernel, dim3(static_cast<unsigned>(config.blocks())), dim3(kNarrowThreads),
+                  dependent, stream, params);
   };
   auto start_type = [&](auto zero) {
     using T = decltype(zero);

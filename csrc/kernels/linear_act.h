@@ -106,7 +106,7 @@ struct DotRowsParams {
 inline int64_t padded_columns(int64_t columns) { return (columns + 7) / 8 * 8; }
 
 struct LinearActBwdConfig;  // linear_act_config.h
-struct NarrowConfig;        // linear_act_config.h
+struct NarrowConfig;        // common/narrow_rows.h
 struct ColumnSumsConfig;    // linear_act_columns_config.h
 
 // What the choosers need to know about the current device.

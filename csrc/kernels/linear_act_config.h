@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common/gemm_config.h"
+#include "common/narrow_rows.h"
 #include "linear_act.h"
 
 namespace fusedcuda {
@@ -117,29 +118,7 @@ inline bool hopper_is_faster(const LinearActParams& params, const DeviceTraits& 
 }
 
 // Layers of few inputs (linear_act_narrow.cuh).
-constexpr int kNarrowMostK = 16;
-constexpr int kNarrowColumns = 32;  // of a warp
-constexpr int kNarrowThreads = 256;
 constexpr int narrow_blocks_of_sm(bool is_plain) { return is_plain ? 4 : 2; }
-
-struct NarrowConfig {
-  int warps_of_row = 1;  // that have one row together
-  int strides = 1;       // sets of 16 rows that are computed at the same time
-};
-
-// Its output is written in pieces of 16 bytes, in rows of any pitch; x is read in such pieces as
-// one array.
-inline bool narrow_can_run(const LinearActParams& p) {
-  const bool saves_elements = p.saves == SavedForBackward::kDerivative;
-  constexpr int64_t kMostRows = int64_t{1} << 30;
-  return size_of(p.dtype) == 2 && p.extra_k == 0 && p.m > 0 && p.m < kMostRows && p.n > 0 &&
-         p.n % 8 == 0 && p.k > 0 && p.k <= kNarrowMostK && p.a.k_is_inner &&
-         (p.m == 1 || p.a.stride == p.k) &&
-         reinterpret_cast<uintptr_t>(p.a.data) % kVectorBytes == 0 && p.b.k_is_inner &&
-         gemm::can_be_boxed(p.output.data, p.output.stride, p.dtype) &&
-         p.saves != SavedForBackward::kPreActivation &&
-         (!saves_elements || gemm::can_be_boxed(p.saved, p.n, p.dtype));
-}
 
 // No activation or a ReLU, and nothing is saved: kernels that need fewer registers.
 inline bool is_plain(const LinearActParams& p) {
@@ -147,19 +126,22 @@ inline bool is_plain(const LinearActParams& p) {
          (p.activation == Activation::kNone || p.activation == Activation::kRelu);
 }
 
-inline NarrowConfig narrow_config(const LinearActParams& p, int64_t warps) {
-  NarrowConfig config;
-  config.warps_of_row = static_cast<int>(ceil_div(p.n, kNarrowColumns));
-  const int64_t sets = std::min(warps / config.warps_of_row, ceil_div(p.m, 16));
-  config.strides = static_cast<int>(std::max<int64_t>(sets, 1));
-  return config;
+inline NarrowParams narrow_params(const LinearActParams& p) {
+  return {p.m,      p.n, static_cast<int>(std::min<int64_t>(p.k, kNarrowMostK + 1)),
+          p.a.data, p.b, p.bias,
+          p.output, {}};
 }
 
-// As many warps as the card has a place for, and no more than there are rows for: with fewer, 9 to
-// 25 % slower, with many short ones twice as slow (bench/tuning/linear_narrow_configs.cu).
+inline bool narrow_can_run(const LinearActParams& p) {
+  const bool saves_elements = p.saves == SavedForBackward::kDerivative;
+  return narrow_can_run(narrow_params(p), p.dtype) && p.extra_k == 0 && p.a.k_is_inner &&
+         (p.m == 1 || p.a.stride == p.k) && p.b.k_is_inner &&
+         p.saves != SavedForBackward::kPreActivation &&
+         (!saves_elements || gemm::can_be_boxed(p.saved, p.n, p.dtype));
+}
+
 inline NarrowConfig choose_narrow_config(const LinearActParams& p, int num_sms) {
-  constexpr int kWarps = kNarrowThreads / kWarpSize;
-  return narrow_config(p, int64_t{num_sms} * narrow_blocks_of_sm(is_plain(p)) * kWarps);
+  return choose_narrow_config(p.m, p.n, num_sms, narrow_blocks_of_sm(is_plain(p)));
 }
 
 namespace linear_act {

@@ -23,6 +23,7 @@
 #include "common/row_launch.cuh"
 #include "common/sum_partials.cuh"
 #include "lora.h"
+#include "lora_branch.cuh"
 #include "lora_decode.cuh"
 #include "lora_down.cuh"
 #include "lora_product.cuh"
@@ -195,6 +196,15 @@ cudaError_t launch_lora_dropout(const LoraDropoutParams& params, const DeviceTra
     const auto kernel = aligned ? lora_dropout_kernel<T, true> : lora_dropout_kernel<T, false>;
     return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kLoraThreads),
                   device.dependent_launch, stream, params, count, Divider::make(groups));
+  });
+}
+
+cudaError_t launch_lora_branch(const LoraBranchParams& params, bool dependent,
+                               cudaStream_t stream) {
+  return lora::with_half_type(params.dtype, [&](auto type) {
+    return launch(lora_branch_kernel<typename decltype(type)::type>,
+                  dim3(static_cast<unsigned>(params.rows.config.blocks())), dim3(kNarrowThreads),
+                  dependent, stream, params);
   });
 }
 

@@ -10,6 +10,7 @@
 #include "common/dtype.h"
 #include "common/gemm_config.h"
 #include "common/launch.h"
+#include "common/narrow_rows.h"
 #include "common/row.h"
 #include "linear_act.h"
 
@@ -67,6 +68,15 @@ struct LoraDropoutParams {
   void* output = nullptr;  // [rows, columns], contiguous
 };
 
+// output = dropout(rows.a @ rows.b.T): of `rows.a` = t and `rows.b` = a factor, stored by ranks.
+struct LoraBranchParams {
+  DType dtype = DType::kBFloat16;  // of everything: 16 bits
+  NarrowParams rows;
+  float scale = 1;
+  LoraDropout dropout;
+};
+constexpr int kLoraBranchBlocksOfSm = 4;
+
 // A linear layer and its adapter in one launch: `linear` with extra_a = t, which it makes, and
 // extra_b = up. lora_product is for many rows, without an activation; lora_decode for few.
 struct LoraProductParams {
@@ -107,6 +117,9 @@ cudaError_t launch_lora_up(const LoraUpParams& params, const LoraConfig& config,
                            cudaStream_t stream);
 cudaError_t launch_lora_dropout(const LoraDropoutParams& params, const DeviceTraits& device,
                                 cudaStream_t stream);
+
+// Of what narrow_can_run() accepts; by `rows.config`.
+cudaError_t launch_lora_branch(const LoraBranchParams& params, bool dependent, cudaStream_t stream);
 
 // Of what lora_product_can_run() accepts.
 cudaError_t launch_lora_product(const LoraProductParams& params, const GemmConfig& config,

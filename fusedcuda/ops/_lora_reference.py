@@ -162,6 +162,12 @@ def lora_dropout(x: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
     return output.copy_(torch.where(keep_mask(seed, x.shape, dropout_p), value, 0.0))
 
 
+def lora_branch(t: Tensor, factor: Tensor, seed: Tensor, dropout_p: float) -> list[Tensor]:
+    (output,) = lora_branch_fake(t, factor, seed, dropout_p)
+    value = product(t, factor) * keep_factor(dropout_p)
+    return [output.copy_(torch.where(keep_mask(seed, output.shape, dropout_p), value, 0.0))]
+
+
 def _transposed_product(
     t: Tensor, x: Tensor, rank: int, seed: Tensor | None, dropout_p: float
 ) -> Tensor:
@@ -326,6 +332,18 @@ def lora_decode_fake(
 ) -> list[Tensor]:
     t = lora_down_fake(x, down, None, scale, 0.0)
     return [*linear_act_extended_fake(x, weight, bias, t, up, activation), t]
+
+
+def lora_branch_fake(t: Tensor, factor: Tensor, seed: Tensor, dropout_p: float) -> list[Tensor]:
+    op = "lora_branch"
+    check_matrix(op, "t", t)
+    check_operand(op, "factor", factor, t)
+    if factor.dim() != 2 or factor.shape[0] != t.shape[1]:
+        raise ValueError(
+            f"{op}: factor must have shape ({t.shape[1]}, K); got {tuple(factor.shape)}"
+        )
+    _check_seed(op, seed, t)
+    return [t.new_empty(t.shape[0], factor.shape[1])]
 
 
 def lora_dropout_fake(x: Tensor, seed: Tensor, dropout_p: float) -> Tensor:

@@ -225,6 +225,8 @@ _define(
     3,
 )
 _define("lora_dropout(Tensor x, Tensor seed, float dropout_p) -> Tensor", 2)
+# [dropout(t @ factor)] of factor (columns of t, K), or [] where there is no kernel for that.
+_define("lora_branch(Tensor t, Tensor factor, Tensor seed, float dropout_p) -> Tensor[]", 3)
 # [x @ weight.T + bias + t @ up.T, t] with t = scale * x @ down.T, in one launch; [] where there is
 # no kernel for that. x is a matrix, down (r, K); up (N, r rounded up to 8) lies as the weight does.
 _define(
@@ -249,6 +251,9 @@ define_host(
 define_host(
     "lora_up_plan(Tensor t, Tensor x, Tensor? seed, int rank, float dropout_p, bool transposed, "
     "bool in_float32, int num_sms) -> str"
+)
+define_host(
+    "lora_branch_plan(Tensor t, Tensor factor, Tensor seed, float dropout_p, int num_sms) -> str"
 )
 define_host(
     "lora_product_plan(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float scale, "

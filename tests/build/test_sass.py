@@ -117,6 +117,14 @@ def test_a_layer_of_few_inputs_stores_sixteen_bytes_at_a_time(kernels) -> None:
     assert max(k.registers for k in narrow) <= 128
 
 
+def test_a_dropped_branch_stores_sixteen_bytes_at_a_time(kernels) -> None:
+    branches = [k for k in kernels if k.function == "lora_branch_kernel"]
+    assert len(branches) == 2  # types
+    without = [k for k in branches if not (k.products and k.loads_128 and k.stores_128)]
+    assert not without, "\n" + sass.table(without)
+    assert max(k.registers for k in branches) <= 64  # four blocks of 256 threads on an SM
+
+
 def test_a_layer_of_few_rows_streams_its_weight_to_tensor_cores(kernels) -> None:
     few = [k for k in kernels if k.function == "lora_decode_kernel"]
     assert len(few) == 2 * 2  # types; 16 and 32 rows

@@ -7,7 +7,7 @@ namespace {
 
 using namespace fusedcuda;
 
-enum Op { kDown, kUp, kDropout };
+enum Op { kDown, kUp, kDropout, kBranch };
 
 // Call in lora_emulator.py: the fields of the operator, null or 0 where it has none.
 struct Call {
@@ -92,6 +92,24 @@ void dropout(Call* call) {
   emulation::check_launch(launch_lora_dropout(p, device_of(*call), nullptr));
 }
 
+// x is t, factor has the columns of the output.
+void branch(Call* call) {
+  const auto given = params_of<LoraDropoutParams>(*call);
+  LoraBranchParams p;
+  p.dtype = given.dtype;
+  p.scale = static_cast<float>(given.scale);
+  p.dropout = given.dropout;
+  p.rows.m = given.rows;
+  p.rows.n = call->rank;
+  p.rows.k = given.columns;
+  p.rows.a = given.x.data;
+  p.rows.b = {call->factor, call->factor_stride, false};
+  p.rows.output = {call->output, p.rows.n};
+  emulation::check(narrow_can_run(p.rows, p.dtype), "the kernel for the branch cannot run this");
+  p.rows.config = choose_narrow_config(p.rows.m, p.rows.n, call->num_sms, kLoraBranchBlocksOfSm);
+  emulation::check_launch(launch_lora_branch(p, false, nullptr));
+}
+
 }  // namespace
 
 EXPORT int emulate(Call* call, char* error, size_t error_size) {
@@ -101,6 +119,8 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
         return down(call);
       case kUp:
         return up(call);
+      case kBranch:
+        return branch(call);
       default:
         return dropout(call);
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedcuda.ops._lora_dropout import keep_factor
 from fusedcuda.ops._lora_reference import pitch_of
 
-_DOWN, _UP, _DROPOUT = range(3)
+_DOWN, _UP, _DROPOUT, _BRANCH = range(4)
 
 
 def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
@@ -123,3 +123,17 @@ class LoraEmulator(Library):
 
         outputs = [x.new_empty(x.shape)]
         return self.run("lora_dropout", make_call, [x, seed], outputs, self._remember)[0]
+
+    def lora_branch(self, t: Tensor, factor: Tensor, seed: Tensor, dropout_p: float) -> Tensor:
+        def make_call(t: Tensor, factor: Tensor, seed: Tensor, output: Tensor) -> ctypes.Structure:
+            return _Call(
+                op=_BRANCH,
+                rank=factor.shape[1],
+                factor=address(factor),
+                factor_stride=factor.stride(0),
+                output=address(output),
+                **self._given(t, seed, 1.0, dropout_p),
+            )
+
+        outputs = [t.new_empty(t.shape[0], factor.shape[1])]
+        return self.run("lora_branch", make_call, [t, factor, seed], outputs, self._remember)[0]

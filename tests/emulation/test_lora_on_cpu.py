@@ -201,6 +201,36 @@ def test_dropout(lora, dtype, columns, dropout_p) -> None:
         assert_exact("lora_dropout", lora.lora_dropout(given, seed, dropout_p), expected)
 
 
+@pytest.mark.parametrize("columns", [8, 24, 40, 264])
+@pytest.mark.parametrize("ranks", [1, 7, 8, 16])
+@every_half
+def test_branch(lora, dtype, ranks, columns) -> None:
+    """Warps without columns or rows; several rounds of rows of few multiprocessors."""
+    seed, factor = seed_of(-7), small(ranks, columns, dtype=dtype)
+    for rows in (1, 16, 70, 1000):
+        t = small(rows, ranks, dtype=dtype)
+        (expected,) = ops.lora_branch(t, factor, seed, 0.5)
+        for given in (factor, layouts.pitched(factor), layouts.shifted(factor, 1)):
+            assert_exact("lora_branch", lora.lora_branch(t, given, seed, 0.5), expected)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-6, 0.1, 0.99, 1 - 2**-16])
+def test_mask_of_a_branch_is_that_of_the_elements(lora, dropout_p) -> None:
+    seed, eye = seed_of(123456789012345), torch.eye(16, dtype=torch.bfloat16)
+    ones = torch.ones(16, 64, dtype=eye.dtype)
+    kept = ops.lora_dropout(ones, seed, dropout_p)
+    assert_exact("lora_branch", lora.lora_branch(eye, ones, seed, dropout_p), kept)
+
+
+def test_what_is_dropped_is_zero_whatever_it_was(lora) -> None:
+    t, factor = small(32, 8), small(8, 64)
+    factor[3] = torch.inf
+    branch = lora.lora_branch(t, factor, seed_of(5), 0.5)
+    kept = ops.lora_dropout(torch.ones_like(branch), seed_of(5), 0.5) != 0
+    assert (branch[~kept] == 0).all()
+    assert not branch[kept].isfinite().all()
+
+
 def test_mask_of_a_product_is_that_of_the_elements(lora) -> None:
     """One row at a time is multiplied by the unit matrix, which shows what is kept."""
     for dropout_p in (0.1, 0.3):

@@ -43,14 +43,31 @@ class DropoutMask {
 
   // Of the elements from `column` on, a multiple of 8: ones where an element of 16 bits is kept.
   __device__ __forceinline__ uint4 of_eight(int64_t row, int column) const {
-    const uint64_t bits = static_cast<uint64_t>(row);
-    const uint4 random = philox({static_cast<uint32_t>(column) / 8, static_cast<uint32_t>(bits),
-                                 static_cast<uint32_t>(bits >> 32), 0},
-                                key0_, key1_);
+    const uint4 random = bits_of_eight(row, column);
     return {of_pair(random.x), of_pair(random.y), of_pair(random.z), of_pair(random.w)};
   }
 
+  // Likewise, whether each of them is kept, in half as many instructions. Not all may be dropped:
+  // a `threshold` below 2^16.
+  __device__ __forceinline__ void keeps(int64_t row, int column, bool (&kept)[8]) const {
+    const uint4 random = bits_of_eight(row, column);
+    const uint32_t words[4] = {random.x, random.y, random.z, random.w};
+    const uint32_t threshold = threshold_ << 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      kept[2 * i] = words[i] << 16 >= threshold;
+      kept[2 * i + 1] = words[i] >= threshold;
+    }
+  }
+
  private:
+  __device__ __forceinline__ uint4 bits_of_eight(int64_t row, int column) const {
+    const uint64_t bits = static_cast<uint64_t>(row);
+    return philox({static_cast<uint32_t>(column) / 8, static_cast<uint32_t>(bits),
+                   static_cast<uint32_t>(bits >> 32), 0},
+                  key0_, key1_);
+  }
+
   __device__ __forceinline__ uint32_t of_pair(uint32_t random) const {
     const uint32_t first = (random & 0xffff) >= threshold_ ? 0xffff : 0;
     return first | ((random >> 16) >= threshold_ ? 0xffff0000u : 0);
