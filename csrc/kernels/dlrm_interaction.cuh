@@ -160,9 +160,10 @@ __global__ void __launch_bounds__(kDotWarps* kWarpSize,
   uint16_t* places = static_cast<uint16_t*>(dynamic_shared());
   const int start = layout.places + threadIdx.x / kWarpSize * layout.backward_elements();
   T* triangle = static_cast<T*>(dynamic_shared()) + start;
-  for (int k = threadIdx.x; k < p.vectors * p.vectors; k += blockDim.x) {
-    const int i = k / p.vectors, j = k % p.vectors;
-    if (j < i) places[product_index(p, i, j)] = sizeof(T) * (i * kSide + j);
+  // (Row by row: with a division for each element this took longer than a warp's only sample.)
+  for (int i = threadIdx.x / kWarpSize; i < p.vectors; i += blockDim.x / kWarpSize) {
+    for (int j = lane; j < i; j += kWarpSize)
+      places[product_index(p, i, j)] = sizeof(T) * (i * kSide + j);
   }
   fill_with_zeros(triangle, layout.triangle, lane);
   __syncthreads();
