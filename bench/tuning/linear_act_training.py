@@ -1,6 +1,6 @@
 """The forward that saves, and the backward, of layers of all sizes: our product against cuBLASLt's.
 
-`python -m bench.tuning.linear_act_training [SECONDS]`: bf16, CUDA graphs over cold buffers,
+`python -m bench.tuning.linear_act_training [SECONDS [ROWS...]]`: bf16, CUDA graphs over cold buffers,
 contenders in turn, microseconds of the median round. "measured" is what the rules take.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,9 +20,9 @@ from bench.timing import Call, CudaBackend, Replay, cycles_for
 from fusedcuda.ops._activations import activation_code
 
 BACKENDS = ("measured", "hopper", "cublaslt")
-ROWS = (128, 512, 2048, 8192)
+ROWS = (128, 512, 2048, 8192, 65536)
 LAYERS = (  # K, N
-    *((256, 128), (512, 256), (1024, 512), (1024, 1024), (4096, 256), (4096, 1024)),
+    *((256, 128), (512, 256), (480, 1024), (1024, 512), (1024, 1024), (4096, 256), (4096, 1024)),
     *((768, 3072), (1024, 4096)),
 )
 ALL_GRADIENTS = 0b111
@@ -35,10 +35,10 @@ class Shape(NamedTuple):
     n: int
 
 
-def shapes() -> Iterator[Shape]:
+def shapes(rows: Sequence[int]) -> Iterator[Shape]:
     for activation in ("relu", "gelu_tanh"):
         for k, n in LAYERS:
-            for m in ROWS:
+            for m in rows:
                 yield Shape(activation, m, k, n)
 
 
@@ -91,7 +91,7 @@ def main() -> int:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
     fusedcuda.load("linear_act")
     clock = CudaBackend()
-    every = list(shapes())
+    every = list(shapes([int(word) for word in sys.argv[2:]] or ROWS))
     columns = "".join(f"{name:>10}" for name in BACKENDS)
     print(f"{'M x N x K':28}|{'forward':^30}|{'backward':^30}\n{'':28}|{columns}|{columns}")
     with clock.on_stream():

@@ -255,8 +255,12 @@ cudaError_t launch_act_rows(const ActRowsParams& p, cudaStream_t stream) {
       return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kActRowsThreads), p.dependent,
                     stream, params, more...);
     };
-    if (is_mask && !p.backward) return start(relu_mask_kernel<T>, ceil_div(p.n, 8), p.n);
     const bool vectors = linear_act::can_load_vectors(p);
+    if (is_mask && !p.backward) {
+      // Of whole bytes.
+      return vectors && p.n % 8 == 0 ? start(relu_mask_kernel<T, kVec>, p.n / 8, p.n)
+                                     : start(relu_mask_kernel<T, 1>, ceil_div(p.n, 8), p.n);
+    }
     if (p.backward) {
       return vectors ? start(act_rows_bwd_kernel<T, kVec>, p.n / kVec)
                      : start(act_rows_bwd_kernel<T, 1>, p.n);

@@ -138,17 +138,24 @@ __global__ void __launch_bounds__(kActRowsThreads)
   });
 }
 
-// The mask of a ReLU: a thread has eight elements, one byte.
-template <typename T>
+// The mask of a ReLU: a thread has eight elements, one byte; of loads of kVec elements.
+template <typename T, int kVec>
 __global__ void __launch_bounds__(kActRowsThreads)
     relu_mask_kernel(const __grid_constant__ ActRowsKernelParams params, int64_t columns) {
   using C = Compute<T>;
   for_vectors<T, 8>(params, [&](const T* from, T* to, int64_t row, int64_t first) {
     unsigned bits = 0;
-    for (int j = 0; j < 8 && first + j < columns; ++j) {
-      const C z = to_compute(from[j]);
-      bits |= (z <= C(0) ? 0u : 1u) << j;
-      to[j] = z <= C(0) ? from_compute<T>(C(0)) : from[j];
+#pragma unroll
+    for (int j = 0; j < 8; j += kVec) {
+      if (kVec == 1 && first + j >= columns) break;
+      C z[kVec];
+      unpack(load_part<T, kVec>(from + j), z);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) {
+        bits |= (z[k] <= C(0) ? 0u : 1u) << (j + k);
+        z[k] = z[k] <= C(0) ? C(0) : z[k];
+      }
+      store_part<kVec, T>(to + j, pack<T, kVec>(z));
     }
     static_cast<uint8_t*>(params.saved)[row * params.saved_stride + first / 8] =
         static_cast<uint8_t>(bits);

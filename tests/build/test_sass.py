@@ -36,6 +36,7 @@ VECTOR_KERNELS = {
     "lora_dropout_kernel",
     "scale_gradient_kernel",
     "act_rows_kernel",
+    "relu_mask_kernel",
     "act_rows_bwd_kernel",
     "act_rows_bwd_sum_kernel",
     "column_sums_kernel",
