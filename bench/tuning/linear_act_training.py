@@ -1,7 +1,7 @@
 """The forward that saves, and the backward, of layers of all sizes: our product against cuBLASLt's.
 
-`python -m bench.tuning.linear_act_training [SECONDS [ROWS...]]`: bf16, CUDA graphs over cold buffers,
-contenders in turn, microseconds of the median round. "measured" is what the rules take.
+`python -m bench.tuning.linear_act_training [SECONDS [ROWS...]]`: bf16, CUDA graphs over cold
+buffers, contenders in turn, microseconds of the median round. "measured" is what the rules take.
 """
 
 from __future__ import annotations
