@@ -50,7 +50,7 @@ _BY_KERNEL = [
             r"|triton_poi_fused_((new_)?zeros|cat|clone|copy|fill)_\d+$",
         ),
         (ELEMENTWISE, r"elementwise|multi_tensor_apply|triton_(poi|for)_|act_rows|relu_mask"),
-        (REDUCTION, r"reduce|triton_(red|per)_|partials|column_sums|softmax"),
+        (REDUCTION, r"reduce|triton_(red|per)_|partials|column_sums|one_output|softmax"),
     )
 ]
 

@@ -291,10 +291,11 @@ def backend(name: str) -> Iterator[None]:
 
 def check_kernel(
     kernel: str, m: int, n: int, k: int, activation: str = "relu",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, *, backward: bool = False,
 ) -> None:  # fmt: skip
-    """A layer on CUDA that takes this kernel, against float64."""
+    """A layer on CUDA that takes this kernel, or whose gradient does, against float64."""
     x, weight, bias = operands(m, n=n, k=k, dtype=dtype, device="cuda")
-    assert kernel in str(fusedcuda.explain(fusedcuda.linear_act, x, weight, bias, activation))
+    layer = (fusedcuda.linear_act, x, weight, bias, activation)
+    assert kernel in str(fusedcuda.explain(*layer, backward=backward))
     poison("cuda", 2 * m * n, 2 * m * k, 2 * n * k)
     check_linear(x, weight, bias, activation)

@@ -119,6 +119,32 @@ def test_layers_of_few_inputs_have_a_kernel_of_their_own(use):
         assert narrow not in forward(k=13)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_of_one_output_is_a_kernel_of_its_own(use, activation, dtype):
+    (step,) = backward(m=65536, n=1, k=256, activation=activation, dtype=dtype)
+    assert step["kernel"] == "one_output_bwd_kernel, sum_partials_kernel"
+    assert (step["kernels"], step["workspace_bytes"]) == (2, 391 * 257 * 4)
+    assert step["fused"]
+    (step,) = backward(m=65536, n=1, k=256, activation=activation, dtype=dtype, mask=0b001)
+    assert (step["kernel"], step["kernels"]) == ("one_output_bwd_kernel", 1)
+    (step,) = backward(m=16, n=1, k=4096, activation=activation, dtype=dtype)
+    assert (step["kernels"], step["workspace_bytes"]) == (1, 0)
+    for mask in (0b010, 0b011, 0b101, 0b110):
+        (step,) = backward(n=1, k=13, activation=activation, dtype=dtype, mask=mask)
+        assert "one_output_bwd_kernel" in step["kernel"]
+    for other in (
+        {"mask": 0b100}, {"n": 2}, {"dtype": torch.float32}, {"k": 0},
+        {"x": torch.empty(64, 256, dtype=dtype).T},
+    ):  # fmt: skip
+        steps = kernels(backward(**{"n": 1, "activation": activation, "dtype": dtype} | other))
+        assert not any("one_output" in kernel for kernel in steps)
+    for backend in ("hopper", "cublaslt"):
+        use(backend)
+        steps = kernels(backward(n=1, activation=activation, dtype=dtype))
+        assert not any("one_output" in kernel for kernel in steps)
+
+
 def test_cublaslt_is_asked_for_what_the_probe_saw_it_fuse(use):
     """The package has told the kernels its table."""
     use("cublaslt")

@@ -218,6 +218,16 @@ def test_linear_act(backend, activation, k, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+@pytest.mark.parametrize("k", [264, 13])
+def test_linear_act_of_one_output(activation, k):
+    """Rows that end inside a thread's, of one block and of several."""
+    for rows in (70, 1100):
+        layer = operands(rows, n=1, k=k, dtype=torch.bfloat16, device="cuda")
+        check_linear(*layer, activation)
+
+
+@pytest.mark.gpu
 @pytest.mark.cublas
 def test_mlp(backend):
     x, w1, w2 = (new(*s, dtype=torch.bfloat16) / 4 for s in ((70, 40), (136, 40), (24, 136)))

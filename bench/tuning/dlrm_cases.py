@@ -23,6 +23,15 @@ VARIANTS: dict[str, dict[str, str]] = {
     },
     "eight rows of the head": {"kBceRows = 4;": "kBceRows = 8;"},
     "more blocks of the head": {"kBceBlocksOfSm = 3;": "kBceBlocksOfSm = 4;"},
+    "four rows of its gradient": {"kOneOutputRowsAhead = 6;": "kOneOutputRowsAhead = 4;"},
+    "more blocks of its gradient": {
+        "kOneOutputRowsAhead = 6;": "kOneOutputRowsAhead = 4;",
+        "kOneOutputBlocksOfSm = 3;": "kOneOutputBlocksOfSm = 4;",
+    },
+    "fewer blocks of its gradient": {
+        "kOneOutputRowsAhead = 6;": "kOneOutputRowsAhead = 8;",
+        "kOneOutputBlocksOfSm = 3;": "kOneOutputBlocksOfSm = 2;",
+    },
 }
 BATCH, TABLE_ROWS = 65536, 260_000
 

@@ -14,11 +14,17 @@
 
 namespace fusedcuda {
 
-inline std::string json_members(const BceConfig& config) {
+template <typename Config>
+std::string members_of_head(const Config& config, int64_t column_tiles) {
   return concat("\"path\": \"", config.aligned ? "vector" : "scalar", "\", \"vec\": ", config.vec,
                 ", \"threads\": ", config.threads_x * config.threads_y,
-                ", \"blocks\": ", config.blocks, ", \"column_tiles\": ", config.column_tiles,
+                ", \"blocks\": ", config.blocks, ", \"column_tiles\": ", column_tiles,
                 ", \"workspace\": ", config.workspace_size);
+}
+
+inline std::string json_members(const BceConfig& config) { return members_of_head(config, 1); }
+inline std::string json_members(const OneOutputConfig& config) {
+  return members_of_head(config, config.column_tiles);
 }
 
 namespace {
@@ -260,7 +266,7 @@ std::vector<Tensor> linear_sigmoid_bce_backward(const Tensor& grad_loss, const T
   // No empty case: the sums over no rows are written, too.
   const int32_t device = rows.device_index();
   DeviceScope scope(device);
-  const BceConfig config =
+  const OneOutputConfig config =
       choose_linear_sigmoid_bce_bwd_config(params, device_traits<dlrm_device_traits>(device));
   rows.print(config);
   const Tensor workspace = rows.allocate_workspace(config.workspace_size);

@@ -287,9 +287,52 @@ inline bool try_hopper(const LinearBackward& b, const char* what, StepPlanner& p
   return true;
 }
 
+// The gradient of a layer of one output as our own kernel takes it.
+inline OneOutputBwdParams one_output_params(const LinearBackward& b) {
+  const LinearLayer& layer = b.layer;
+  const int bytes = size_of(layer.dtype);
+  OneOutputBwdParams params;
+  params.dtype = layer.dtype;
+  params.rows = layer.m;
+  params.columns = static_cast<int>(layer.k);
+  params.dy = {b.dy.data, b.dy.stride};
+  params.saves = b.saves;
+  params.saved = b.saved;
+  if (b.dweight != nullptr) {
+    const int64_t stride = line_stride(b.x.matrix.stride, layer.m, layer.k);
+    params.x = RowMatrix::make(const_cast<void*>(b.x.matrix.data), stride, layer.m, layer.k, bytes);
+  }
+  if (b.dx != nullptr) {
+    params.weight = b.weight.matrix.data;
+    params.weight_step = b.weight.matrix.k_is_inner ? 1 : b.weight.matrix.stride;
+    params.dx = RowMatrix::make(b.dx, layer.k, layer.m, layer.k, bytes);
+  }
+  params.dweight = b.dweight;
+  params.dbias = b.dbias;
+  return params;
+}
+
+// Whether that kernel is to be had and taken.
+inline bool takes_one_output(const LinearBackward& b, const PlanSource& source) {
+  constexpr int64_t kMostK = int64_t{1} << 30;
+  const LinearLayer& layer = b.layer;
+  // First what tells most layers apart, as every call asks.
+  if (layer.n != 1 || source.backend != LinearBackend::kMeasured) return false;
+  const bool has_rows = b.dweight == nullptr || b.x.matrix.k_is_inner;
+  return layer.batch == 1 && layer.k < kMostK && has_rows &&
+         one_output_can_run(one_output_params(b));
+}
+
+inline bool try_one_output(const LinearBackward& b, const char* what, StepPlanner& planner) {
+  if (!takes_one_output(b, planner.source())) return false;
+  planner.one_output_bwd(what, one_output_params(b));
+  return true;
+}
+
 inline Steps plan_backward(const LinearBackward& b, const PlanSource& source) {
   StepPlanner planner(source);
-  if (try_hopper(b, "dx, dweight, dbias", planner)) return planner.take();
+  constexpr const char* kAll = "dx, dweight, dbias";
+  if (try_one_output(b, kAll, planner) || try_hopper(b, kAll, planner)) return planner.take();
   if (b.activation == Activation::kNone) {
     plan_weight_gradients(b, b.dy, b.dbias, "dweight", "dbias", planner);
     plan_dx(b, b.dy, planner);
@@ -310,9 +353,12 @@ inline Steps plan_mlp_backward(const MlpBackward& mlp, const PlanSource& source)
   second.layer = layer;
   second.layer.n = mlp.out_features;
   second.layer.k = layer.n;
+  second.dy = mlp.dy;
   second.x = mlp.h;
   second.dweight = mlp.dw2;
-  plan_weight_gradients(second, mlp.dy, mlp.db2, "dw2", "db2", planner);
+  second.dbias = mlp.db2;
+  if (!try_one_output(second, "dw2, db2", planner))
+    plan_weight_gradients(second, mlp.dy, mlp.db2, "dw2", "db2", planner);
 
   void* db1 = first.dbias;
   if (first.dx == nullptr && first.dweight == nullptr && db1 == nullptr) return planner.take();

@@ -29,6 +29,9 @@ const Step* run_steps(const Steps& steps, Runner& runner) {
       case StepKind::kNarrow:
         runner.narrow(step.hopper);
         break;
+      case StepKind::kOneOutputBwd:
+        runner.one_output_bwd(step.one_output, step.one_output_config);
+        break;
       case StepKind::kProduct:
         runner.product(step.matmul);
         break;
@@ -90,6 +93,10 @@ inline const char* kernel_name(const Step& step) {
       return "linear_act_dx_kernel_sm90, linear_act_dweight_kernel_sm90";
     case StepKind::kNarrow:
       return "linear_narrow_kernel";
+    case StepKind::kOneOutputBwd:
+      return step.one_output_config.workspace_size > 0
+                 ? "one_output_bwd_kernel, sum_partials_kernel"
+                 : "one_output_bwd_kernel";
     case StepKind::kProduct:
       return "torch.matmul";
     case StepKind::kDotRows:
@@ -119,6 +126,8 @@ inline std::string tile_name(const GemmConfig& config) {
 // As far as is known: the parts of a split product or sum are added up by a kernel of their own.
 inline int num_kernels(const Step& step, int split_k) {
   if (step.kind == StepKind::kColumnSums) return step.sums_config.slices > 1 ? 2 : 1;
+  if (step.kind == StepKind::kOneOutputBwd)
+    return step.one_output_config.workspace_size > 0 ? 2 : 1;
   if (step.kind != StepKind::kHopperBwd) return split_k > 1 ? 2 : 1;
   return (step.hopper_bwd.dx.data != nullptr ? 1 : 0) + (step.hopper_bwd.dweight == nullptr ? 0
                                                          : split_k > 1                      ? 2
@@ -129,7 +138,7 @@ inline int num_kernels(const Step& step, int split_k) {
 inline std::string describe(const Step& step) {
   const bool is_matmul = step.kind == StepKind::kMatmul;
   const bool is_own = step.kind == StepKind::kHopper || step.kind == StepKind::kHopperBwd ||
-                      step.kind == StepKind::kNarrow;
+                      step.kind == StepKind::kNarrow || step.kind == StepKind::kOneOutputBwd;
   const cublasLtEpilogue_t epilogue = step.matmul.problem.epilogue;
   const bool in_epilogue = is_matmul && epilogue != CUBLASLT_EPILOGUE_DEFAULT;
   // c is a residual, or the rows of the bias that the output holds before.
@@ -145,6 +154,8 @@ inline std::string describe(const Step& step) {
     workspace = step.bwd_config.workspace_bytes;
   }
   if (step.kind == StepKind::kColumnSums) workspace = step.sums_config.workspace_bytes;
+  if (step.kind == StepKind::kOneOutputBwd)
+    workspace = step.one_output_config.workspace_bytes(step.one_output.dtype);
   if (step.plan != nullptr) {
     traits = describe(step.plan->algorithm());
     algorithm = std::to_string(traits.id);

@@ -47,6 +47,12 @@ class TorchRunner {
     throw_on_error(launch_linear_act_bwd(params, config, workspace, stream_), op_);
   }
 
+  void one_output_bwd(const OneOutputBwdParams& params, const OneOutputConfig& config) {
+    std::optional<Tensor> memory;
+    void* const workspace = allocate(config.workspace_bytes(params.dtype), &memory);
+    throw_on_error(launch_one_output_bwd(params, config, workspace, stream_), op_);
+  }
+
   void column_sums(const ColumnSumsParams& params, const ColumnSumsConfig& config) {
     std::optional<Tensor> memory;
     void* const workspace = allocate(config.workspace_bytes, &memory);

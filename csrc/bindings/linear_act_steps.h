@@ -18,18 +18,19 @@ namespace fusedcuda {
 // --- What is done
 
 enum class StepKind {
-  kMatmul,      // cuBLASLt
-  kHopper,      // our own product, with everything in its epilogue
-  kHopperBwd,   // likewise both products of the gradient
-  kNarrow,      // our own product for a layer of few inputs, likewise
-  kProduct,     // torch's product and additions, for what cuBLASLt has no kernel
-  kDotRows,     // our own product for a layer of one output
-  kBiasRows,    // the bias in every row of the output, to which a product is then added
-  kActRows,     // y = act(z), or dz = dy act'(z)
-  kColumnSums,  // over the rows of dy, or of dz in the pass that makes it
-  kQuantize,    // y / scale in 8 bits, by torch
-  kCopy,        // of a bias, to an aligned address
-  kPadRows,     // to rows that start at multiples of 16 bytes, or back
+  kMatmul,        // cuBLASLt
+  kHopper,        // our own product, with everything in its epilogue
+  kHopperBwd,     // likewise both products of the gradient
+  kNarrow,        // our own product for a layer of few inputs, likewise
+  kOneOutputBwd,  // all of the gradient of a layer of one output
+  kProduct,       // torch's product and additions, for what cuBLASLt has no kernel
+  kDotRows,       // our own product for a layer of one output
+  kBiasRows,      // the bias in every row of the output, to which a product is then added
+  kActRows,       // y = act(z), or dz = dy act'(z)
+  kColumnSums,    // over the rows of dy, or of dz in the pass that makes it
+  kQuantize,      // y / scale in 8 bits, by torch
+  kCopy,          // of a bias, to an aligned address
+  kPadRows,       // to rows that start at multiples of 16 bytes, or back
 };
 
 struct Copy {
@@ -62,6 +63,8 @@ struct Step {
   GemmConfig config;
   LinearActBwdParams hopper_bwd;
   LinearActBwdConfig bwd_config;
+  OneOutputBwdParams one_output;
+  OneOutputConfig one_output_config;
   ActRowsParams rows;
   ColumnSumsParams sums;
   ColumnSumsConfig sums_config;
@@ -287,6 +290,12 @@ class StepPlanner {
 
   void narrow(const char* what, const LinearActParams& params) {
     add(StepKind::kNarrow, what).hopper = params;
+  }
+
+  void one_output_bwd(const char* what, const OneOutputBwdParams& params) {
+    Step& step = add(StepKind::kOneOutputBwd, what);
+    step.one_output = params;
+    step.one_output_config = choose_one_output_config(params, params.dtype, source_.device);
   }
 
   void pad_rows(const char* what, const PadRowsParams& params, const char* why) {

@@ -117,33 +117,11 @@ cudaError_t head(const BceParams& p, const BceConfig& config, void* workspace,
 }
 
 template <typename T>
-cudaError_t head_bwd(const BceBwdParams& p, const BceConfig& config, void* workspace,
+cudaError_t head_bwd(const BceBwdParams& p, const OneOutputConfig& config, void* workspace,
                      cudaStream_t stream) {
-  using C = Compute<T>;
-  SumPartialsParams sums = {};
-  unsigned count = 0;
-  C* next = static_cast<C*>(workspace);
-  auto partials_of = [&](void* gradient, int64_t values) -> C* {
-    if (gradient == nullptr) return nullptr;
-    sums.partials[count] = next;
-    sums.outputs[count] = gradient;
-    sums.values[count] = values;
-    sums.partials_per_value[count] = config.blocks;
-    ++count;
-    C* const partials = next;
-    next += config.blocks * values;
-    return partials;
-  };
-  BcePartials<C> partials;
-  partials.dweight = partials_of(p.dweight, p.columns);
-  partials.dbias = partials_of(p.dbias, 1);
-  const auto kernel = config.aligned ? linear_sigmoid_bce_bwd_kernel<T, true>
-                                     : linear_sigmoid_bce_bwd_kernel<T, false>;
-  const dim3 grid(static_cast<unsigned>(config.blocks), static_cast<unsigned>(config.column_tiles));
-  const cudaError_t status = launch(kernel, grid, dim3(config.threads_x, config.threads_y),
-                                    config.dependent_launch, stream, p, partials);
-  if (status != cudaSuccess || count == 0) return status;
-  return launch_sum_partials<T>(sums, count, kWarpSize, config.dependent_launch, stream);
+  return run_one_output_bwd<T>(config.aligned ? linear_sigmoid_bce_bwd_kernel<T, true>
+                                              : linear_sigmoid_bce_bwd_kernel<T, false>,
+                               p, config, workspace, stream);
 }
 
 }  // namespace dlrm
@@ -183,7 +161,7 @@ cudaError_t launch_linear_sigmoid_bce(const BceParams& params, const BceConfig& 
   });
 }
 
-cudaError_t launch_linear_sigmoid_bce_bwd(const BceBwdParams& params, const BceConfig& config,
+cudaError_t launch_linear_sigmoid_bce_bwd(const BceBwdParams& params, const OneOutputConfig& config,
                                           void* workspace, cudaStream_t stream) {
   return with_type(params.dtype, [&](auto type) {
     return dlrm::head_bwd<typename decltype(type)::type>(params, config, workspace, stream);

@@ -9,6 +9,7 @@
 
 #include "common/dtype.h"
 #include "common/launch.h"
+#include "common/one_output_bwd.h"
 #include "common/row.h"
 
 namespace fusedcuda {
@@ -99,20 +100,12 @@ struct BceParams {
   void* dlogits = nullptr;  // [rows], of each row's own loss
 };
 
-// Null pointers: gradients that nobody asked for.
-struct BceBwdParams {
+struct BceBwdParams : OneOutputGradient {
   DType dtype = DType::kFloat32;
-  int64_t rows = 0;
-  int columns = 0;
-  RowMatrix x;
-  const void* weight = nullptr;
   const void* dlogits = nullptr;
   const void* grad_loss = nullptr;
   bool reduced = false;  // one incoming gradient instead of one a row
   double scale = 1;
-  RowMatrix dx;
-  void* dweight = nullptr;
-  void* dbias = nullptr;
 };
 
 struct BceConfig {
@@ -120,15 +113,14 @@ struct BceConfig {
   int vec = 1;
   int threads_x = 0;           // along a row
   int threads_y = 0;           // rows
-  int64_t blocks = 0;          // along the rows; each leaves a partial sum
-  int64_t column_tiles = 1;    // times these along a row, in the backward
+  int64_t blocks = 0;          // each leaves a partial sum
   int64_t workspace_size = 0;  // in elements of what is computed in
   bool dependent_launch = false;
 };
 
 cudaError_t launch_linear_sigmoid_bce(const BceParams& params, const BceConfig& config,
                                       void* workspace, cudaStream_t stream);
-cudaError_t launch_linear_sigmoid_bce_bwd(const BceBwdParams& params, const BceConfig& config,
+cudaError_t launch_linear_sigmoid_bce_bwd(const BceBwdParams& params, const OneOutputConfig& config,
                                           void* workspace, cudaStream_t stream);
 
 // What the choosers need to know about the current device.

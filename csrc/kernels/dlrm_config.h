@@ -88,11 +88,6 @@ inline DotConfig choose_dot_config(const DotVectors& p, bool is_backward, const 
   return config;
 }
 
-// As kVectorWidth in vec.cuh: float64 goes element by element.
-inline int vector_of_rows(DType dtype, bool aligned) {
-  return aligned && dtype != DType::kFloat64 ? kVectorBytes / size_of(dtype) : 1;
-}
-
 }  // namespace dlrm_detail
 
 inline DotConfig choose_dot_interaction_config(const DotParams& p, const DeviceTraits& device) {
@@ -108,7 +103,7 @@ inline DotConfig choose_dot_interaction_bwd_config(const DotBwdParams& p,
 inline BceConfig choose_linear_sigmoid_bce_config(const BceParams& p, const DeviceTraits& device) {
   BceConfig config;
   config.aligned = rows_are_aligned(&p.x, 1, p.columns, size_of(p.dtype)) && is_aligned(p.weight);
-  config.vec = dlrm_detail::vector_of_rows(p.dtype, config.aligned);
+  config.vec = config.aligned ? vector_width(p.dtype) : 1;
   config.threads_x = kWarpSize;
   config.threads_y = kBceThreads / kWarpSize;
   const int64_t wanted = ceil_div(p.rows, int64_t{config.threads_y} * kBceRows);
@@ -119,24 +114,9 @@ inline BceConfig choose_linear_sigmoid_bce_config(const BceParams& p, const Devi
   return config;
 }
 
-// A thread takes the same columns of many rows, and adds up what they give.
-inline BceConfig choose_linear_sigmoid_bce_bwd_config(const BceBwdParams& p,
-                                                      const DeviceTraits& device) {
-  BceConfig config;
-  const RowMatrix matrices[] = {p.x, p.dx};
-  config.aligned =
-      rows_are_aligned(matrices, 2, p.columns, size_of(p.dtype)) && is_aligned(p.weight);
-  config.vec = dlrm_detail::vector_of_rows(p.dtype, config.aligned);
-  const int64_t pieces = ceil_div(p.columns, config.vec);
-  config.threads_x = static_cast<int>(std::min<int64_t>(next_power_of_two(pieces), kBceThreads));
-  config.threads_y = kBceThreads / config.threads_x;
-  config.column_tiles = ceil_div(pieces, config.threads_x);
-  const int64_t wanted = ceil_div(p.rows, int64_t{config.threads_y} * kBceRows);
-  config.blocks = std::clamp<int64_t>(wanted, 1, int64_t{kBceBlocksOfSm} * device.num_sms);
-  config.workspace_size =
-      config.blocks * ((p.dweight != nullptr ? p.columns : 0) + (p.dbias != nullptr ? 1 : 0));
-  config.dependent_launch = device.dependent_launch;
-  return config;
+inline OneOutputConfig choose_linear_sigmoid_bce_bwd_config(const BceBwdParams& p,
+                                                            const DeviceTraits& device) {
+  return choose_one_output_config(p, p.dtype, device);
 }
 
 }  // namespace fusedcuda

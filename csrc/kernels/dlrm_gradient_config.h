@@ -36,7 +36,7 @@ inline void choose_levels(int64_t items, TableGradientConfig* config) {
 
 inline void choose_sum_threads(const TableGradientParams& p, TableGradientConfig* config) {
   config->aligned = is_aligned(p.grad) && p.columns % (kVectorBytes / size_of(p.dtype)) == 0;
-  config->vec = vector_of_rows(p.dtype, config->aligned);
+  config->vec = config->aligned ? vector_width(p.dtype) : 1;
   const int64_t pieces_of_row = ceil_div(p.columns, config->vec);
   config->threads_x = static_cast<int>(std::min<int64_t>(pieces_of_row, kRunThreads));
   config->threads_y = kRunThreads / config->threads_x;

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/activation.cuh"
+#include "common/one_output_bwd.cuh"
 #include "common/reduce.cuh"
 #include "common/row.cuh"
 #include "common/vec.cuh"
@@ -81,83 +82,42 @@ __global__ void __launch_bounds__(kBceThreads, kBceBlocksOfSm)
   if (thread == 0) partials[blockIdx.x] = total * static_cast<C>(p.scale);
 }
 
-// Partial sums of a block of linear_sigmoid_bce_bwd_kernel; null where nobody asks for them.
+// The gradient of a row's logit.
 template <typename C>
-struct BcePartials {
-  C* dweight = nullptr;  // [blocks, columns]
-  C* dbias = nullptr;    // [blocks]
+struct LogitGradient {
+  struct Loaded {
+    C dlogit, scale;
+  };
+
+  const C* dlogits;
+  const C* grad_loss;  // of each row; null where `scale` is that of all
+  C scale;
+
+  template <int kRows>
+  __device__ void load(const int64_t (&rows)[kRows], Loaded (&loaded)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      loaded[i].dlogit = dlogits[rows[i]];
+      loaded[i].scale = grad_loss == nullptr ? scale : grad_loss[rows[i]];
+    }
+  }
+  __device__ C value(const Loaded& loaded) const { return loaded.dlogit * loaded.scale; }
 };
 
-// blockIdx.y and threadIdx.x: kVec columns; blockIdx.x and threadIdx.y: the rows, kBceRows at a
-// time.
 template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kBceThreads, kBceBlocksOfSm)
+__global__ void __launch_bounds__(kOneOutputThreads, kOneOutputBlocksOfSm)
     linear_sigmoid_bce_bwd_kernel(const __grid_constant__ BceBwdParams p,
-                                  BcePartials<Compute<T>> partials) {
+                                  const __grid_constant__ OneOutputRows rows) {
   using C = Compute<T>;
-  constexpr int kVec = kAligned ? kVectorWidth<T> : 1;
-  using V = Vector<T, kVec>;
-  __shared__ C shared[kBceThreads];
-  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kVec;
-  const bool exists = column < p.columns;
-  const C* dlogits = static_cast<const C*>(p.dlogits);
-  const C* grad_loss = static_cast<const C*>(p.grad_loss);
-  const int64_t step = int64_t{gridDim.x} * blockDim.y;
   wait_for_previous_kernel();
-  const bool has_dx = p.dx.data != nullptr, has_dweight = partials.dweight != nullptr;
-  V weight = {};
-  if (has_dx && exists) weight = load_vector<T, kVec>(static_cast<const T*>(p.weight) + column);
-  const C scale = p.reduced ? *grad_loss * static_cast<C>(p.scale) : C(1);
-  C dweight[kVec] = {}, dbias = 0;
-  for (int64_t first = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; first < p.rows;
-       first += kBceRows * step) {
-    V x[kBceRows] = {};
-    C g[kBceRows];
-#pragma unroll
-    for (int r = 0; r < kBceRows; ++r) {
-      const int64_t row = first + r * step;
-      g[r] = 0;
-      if (row >= p.rows) continue;
-      if (has_dweight && exists) x[r] = load_vector<T, kVec>(row_of<T>(p.x, row) + column);
-      g[r] = dlogits[row] * (p.reduced ? scale : grad_loss[row]);
-    }
-#pragma unroll
-    for (int r = 0; r < kBceRows; ++r) {
-      const int64_t row = first + r * step;
-      if (row >= p.rows) continue;
-      dbias += g[r];
-      V dx;
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) {
-        dweight[k] += g[r] * to_compute(x[r].values[k]);
-        dx.values[k] = from_compute<T>(g[r] * to_compute(weight.values[k]));
-      }
-      if (has_dx && exists) store_vector<T, kVec>(row_of<T>(p.dx, row) + column, dx);
-    }
-  }
   let_next_kernel_start();
-  // Over the block's rows; only the threads with threadIdx.y == 0 get the sum.
-  auto sum_over_rows = [&](C sum) {
-    __syncthreads();
-    shared[threadIdx.y * blockDim.x + threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y == 0) {
-      for (int y = 1; y < blockDim.y; ++y) sum += shared[y * blockDim.x + threadIdx.x];
-    }
-    return sum;
-  };
-  if (has_dweight) {
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) {
-      const C sum = sum_over_rows(dweight[k]);
-      if (threadIdx.y == 0 && exists)
-        partials.dweight[int64_t{blockIdx.x} * p.columns + column + k] = sum;
-    }
+  const C* const grad_loss = static_cast<const C*>(p.grad_loss);
+  LogitGradient<C> gradient = {static_cast<const C*>(p.dlogits), grad_loss, C(1)};
+  if (p.reduced) {
+    gradient.grad_loss = nullptr;
+    gradient.scale = *grad_loss * static_cast<C>(p.scale);
   }
-  if (partials.dbias != nullptr && blockIdx.y == 0) {
-    const C sum = sum_over_rows(dbias);
-    if (threadIdx.y == 0 && threadIdx.x == 0) partials.dbias[blockIdx.x] = sum;
-  }
+  one_output_bwd<T, kAligned ? kVectorWidth<T> : 1>(p, rows, gradient);
 }
 
 }  // namespace fusedcuda

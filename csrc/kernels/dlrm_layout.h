@@ -148,8 +148,7 @@ struct DotChunkLayout {
 
 constexpr int kBceThreads = 256;
 constexpr int kBceBlocksOfSm = 3;  // what 80 registers a thread leave room for
-// Rows whose loads a warp (in the backward, a thread) has in flight: of 16 bytes a thread, 48 KB an
-// SM together.
+// Rows whose loads a warp has in flight: of 16 bytes a thread, 48 KB an SM together.
 constexpr int kBceRows = 4;
 
 #undef FUSEDCUDA_BOTH

@@ -15,7 +15,9 @@
 // along m, and its parts are added up in a fixed order.
 //
 // And elementwise kernels for the products that cuBLASLt makes: y = act(z), dz = dy act'(z), the
-// latter with its sum over m (linear_act_columns.cuh).
+// latter with its sum over m (linear_act_columns.cuh). Layers of few inputs, and the gradient of
+// those of one output, have kernels of their own (linear_act_narrow.cuh,
+// linear_act_one_output.cuh).
 #include "common/gemm_launch.cuh"
 #include "common/row_launch.cuh"
 #include "common/run_gemm.cuh"
@@ -27,6 +29,7 @@
 #include "linear_act_dot.cuh"
 #include "linear_act_forward.cuh"
 #include "linear_act_narrow.cuh"
+#include "linear_act_one_output.cuh"
 #include "linear_act_rows.cuh"
 
 namespace fusedcuda {
@@ -305,6 +308,13 @@ cudaError_t launch_dot_rows(const DotRowsParams& p, cudaStream_t stream) {
   if (p.dtype == DType::kFloat16)
     return start(vectors ? dot_rows_kernel<__half, kVec> : dot_rows_kernel<__half, 1>);
   return start(vectors ? dot_rows_kernel<__nv_bfloat16, kVec> : dot_rows_kernel<__nv_bfloat16, 1>);
+}
+
+cudaError_t launch_one_output_bwd(const OneOutputBwdParams& params, const OneOutputConfig& config,
+                                  void* workspace, cudaStream_t stream) {
+  return params.dtype == DType::kFloat16
+             ? linear_act::run_one_output_bwd<__half>(params, config, workspace, stream)
+             : linear_act::run_one_output_bwd<__nv_bfloat16>(params, config, workspace, stream);
 }
 
 cudaError_t launch_linear_narrow(const LinearActParams& p, const NarrowConfig& config,

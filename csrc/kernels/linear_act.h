@@ -10,6 +10,7 @@
 #include "common/dtype.h"
 #include "common/gemm_config.h"
 #include "common/launch.h"
+#include "common/one_output_bwd.h"
 
 namespace fusedcuda {
 
@@ -21,7 +22,7 @@ namespace fusedcuda {
 enum class SavedForBackward { kNone, kMask, kPreActivation, kDerivative };
 
 // cuBLASLt wants the rows of its mask 128 bits apart, or a multiple of that.
-inline int64_t mask_row_bytes(int64_t n) { return (n + 127) / 128 * 16; }
+constexpr int64_t mask_row_bytes(int64_t n) { return (n + 127) / 128 * 16; }
 
 // output[m, n] = act(sum_k a[m, k] * b[n, k] + bias[n]), one rounding at the end. With extra_k,
 // sum_k extra_a[m, k] * extra_b[n, k] is added to the sum (Hopper only; extra factors lie as a and
@@ -102,6 +103,14 @@ struct DotRowsParams {
   bool dependent = false;
 };
 
+// The gradients of a layer of one output, of 2-byte elements; see one_output_can_run().
+struct OneOutputBwdParams : OneOutputGradient {
+  DType dtype = DType::kBFloat16;
+  GemmMatrix dy;                                     // rows x 1
+  SavedForBackward saves = SavedForBackward::kNone;  // without an activation
+  const void* saved = nullptr;                       // as the forward left it
+};
+
 // The next length whose rows start at multiples of 16 bytes.
 inline int64_t padded_columns(int64_t columns) { return (columns + 7) / 8 * 8; }
 
@@ -123,6 +132,8 @@ cudaError_t launch_column_sums(const ColumnSumsParams& params, const ColumnSumsC
                                void* workspace, cudaStream_t stream);
 cudaError_t launch_pad_rows(const PadRowsParams& params, cudaStream_t stream);
 cudaError_t launch_dot_rows(const DotRowsParams& params, cudaStream_t stream);
+cudaError_t launch_one_output_bwd(const OneOutputBwdParams& params, const OneOutputConfig& config,
+                                  void* workspace, cudaStream_t stream);
 // Of what narrow_can_run() accepts.
 cudaError_t launch_linear_narrow(const LinearActParams& params, const NarrowConfig& config,
                                  bool dependent, cudaStream_t stream);

@@ -10,6 +10,7 @@
 // All in the compute type and in a fixed order.
 #pragma once
 
+#include "common/reduce.cuh"
 #include "common/row_launch.cuh"
 #include "common/sum_partials.cuh"
 #include "linear_act_columns_config.h"
@@ -35,23 +36,11 @@ template <typename T, int kVec>
 __device__ __forceinline__ void store_column_sums(const ColumnSumsKernelParams& p,
                                                   const Compute<T> (&sums)[kVec], int64_t matrix,
                                                   int64_t first) {
-  __shared__ Compute<T> shared[kVec][kColumnSumsThreads];
+  const Compute<T> sum = sum_block_columns<kColumnSumsThreads>(sums);
   const int along = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.y) * along + static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) shared[j][thread] = sums[j];
-  for (int half = static_cast<int>(blockDim.y) / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (static_cast<int>(threadIdx.y) < half) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) shared[j][thread] += shared[j][thread + half * along];
-    }
-  }
-  __syncthreads();
-  // Thread by thread as the columns lie in memory.
   const int64_t column = first + thread;
   if (thread >= along * kVec || column >= p.n) return;
-  const Compute<T> sum = shared[thread % kVec][thread / kVec];
   const int64_t index = matrix * p.n + column;
   if (p.sums != nullptr) {
     static_cast<T*>(p.sums)[index] = from_compute<T>(sum);

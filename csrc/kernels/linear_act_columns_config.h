@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common/iteration.h"
+#include "common/row.h"
 #include "linear_act.h"
 
 namespace fusedcuda {
@@ -29,9 +30,6 @@ struct ColumnSumsConfig {
 
 namespace linear_act {
 
-// Elements of a load, float64 one (vec.cuh).
-inline int vector_width(DType dtype) { return dtype == DType::kFloat64 ? 1 : 16 / size_of(dtype); }
-
 inline bool can_load_vectors(const ActRowsParams& p) {
   const int vec = vector_width(p.dtype);
   auto fits = [&](const void* data, int64_t stride) {
@@ -40,19 +38,6 @@ inline bool can_load_vectors(const ActRowsParams& p) {
   const bool has_elements = p.saved != nullptr && p.saves != SavedForBackward::kMask;
   return p.n % vec == 0 && fits(p.input.data, p.input.stride) &&
          fits(p.output.data, p.output.stride) && (!has_elements || fits(p.saved, p.n));
-}
-
-// Of 32, 16 and 8 the most threads along a row that leave the fewest without a part of it; for
-// shorter rows fewer. A warp reads at least 128 bytes of a row in vectors.
-inline int threads_along(int64_t vectors_of_row) {
-  constexpr int kMost = 32, kFewest = 8;
-  if (vectors_of_row < kFewest) return static_cast<int>(next_power_of_two(vectors_of_row));
-  int best = kMost;
-  auto padded = [&](int threads) { return ceil_div(vectors_of_row, threads) * threads; };
-  for (int threads = kMost; threads >= kFewest; threads /= 2) {
-    if (padded(threads) < padded(best)) best = threads;
-  }
-  return best;
 }
 
 }  // namespace linear_act
@@ -64,9 +49,9 @@ inline ColumnSumsConfig choose_column_sums_config(const ColumnSumsParams& params
   const ActRowsParams& p = params.rows;
   ColumnSumsConfig config;
   config.vectors = linear_act::can_load_vectors(p);
-  const int64_t vec = config.vectors ? linear_act::vector_width(p.dtype) : 1;
+  const int64_t vec = config.vectors ? vector_width(p.dtype) : 1;
   const int64_t vectors_of_row = ceil_div(p.n, vec);
-  config.threads_along = linear_act::threads_along(vectors_of_row);
+  config.threads_along = threads_along_row(vectors_of_row);
   config.column_blocks = ceil_div(vectors_of_row, config.threads_along);
 
   constexpr int64_t kFewRounds = 2;

@@ -117,6 +117,13 @@ inline bool hopper_is_faster(const LinearActParams& params, const DeviceTraits& 
   return gemm::useful_part(params.m, params.n, device, config) >= least_useful_part;
 }
 
+// The gradient of a layer of one output (linear_act_one_output.cuh), whose x is in rows. Of 16-bit
+// types a forward saves no z.
+inline bool one_output_can_run(const OneOutputBwdParams& p) {
+  return size_of(p.dtype) == 2 && p.columns > 0 && (p.dx.data != nullptr || p.dweight != nullptr) &&
+         p.saves != SavedForBackward::kPreActivation;
+}
+
 // Layers of few inputs (linear_act_narrow.cuh).
 constexpr int narrow_blocks_of_sm(bool is_plain) { return is_plain ? 4 : 2; }
 

@@ -26,24 +26,6 @@ struct ActRowsKernelParams {
   SavedForBackward saves;
 };
 
-// kVec elements as they lie in memory: a whole vector, or one.
-template <typename T, int kVec>
-using Part = std::conditional_t<kVec == 1, Vector<T, 1>, Packed<T>>;
-
-template <typename T, int kVec>
-__device__ __forceinline__ Part<T, kVec> load_part(const T* data) {
-  return *reinterpret_cast<const Part<T, kVec>*>(data);
-}
-
-template <int kVec, typename T>
-__device__ __forceinline__ void store_part(T* data, const Part<T, kVec>& values) {
-  if constexpr (kVec == 1) {
-    store_vector(data, values);
-  } else {
-    store_packed(data, values);
-  }
-}
-
 // Calls f(from, to, row, column) for every kVec elements: where they are read and written.
 template <typename T, int kVec, typename F>
 __device__ __forceinline__ void for_vectors(const ActRowsKernelParams& params, F f) {

@@ -40,6 +40,7 @@ VECTOR_KERNELS = {
     "act_rows_bwd_kernel",
     "act_rows_bwd_sum_kernel",
     "column_sums_kernel",
+    "one_output_bwd_kernel",
 }
 
 
@@ -124,6 +125,14 @@ def test_a_dropped_branch_stores_sixteen_bytes_at_a_time(kernels) -> None:
     without = [k for k in branches if not (k.products and k.loads_128 and k.stores_128)]
     assert not without, "\n" + sass.table(without)
     assert max(k.registers for k in branches) <= 64  # four blocks of 256 threads on an SM
+def test_the_gradient_of_one_output_leaves_room_for_three_blocks(kernels) -> None:
+    """Of 256 threads on an SM, with the loads of six rows side by side."""
+    names = ("one_output_bwd_kernel", "linear_sigmoid_bce_bwd_kernel")
+    vectors = [k for k in kernels if k.function in names and not is_scalar(k)]
+    assert len(vectors) == 2 + 3  # types
+    assert max(k.registers for k in vectors) <= 80
+    # Before the loop, and in it.
+    assert all(k.loads_128 >= 2 * 6 for k in vectors), "\n" + sass.table(vectors)
 
 
 def test_a_layer_of_few_rows_streams_its_weight_to_tensor_cores(kernels) -> None:

@@ -52,6 +52,13 @@ struct BiasRowsCall {
   void* output;
 };
 
+struct OneOutputCall {
+  int dtype, saves;
+  int64_t rows, columns, dy_stride, x_stride, weight_step, dx_stride;
+  const void *dy, *saved, *x, *weight;
+  void *dx, *dweight, *dbias;
+};
+
 ActRowsCall call_of(const ActRowsParams& p) {
   return {static_cast<int>(p.dtype),
           static_cast<int>(p.activation),
@@ -72,6 +79,7 @@ struct Callbacks {
   void (*column_sums)(const ColumnSumsCall*);
   void (*quantize)(const Quantize*);
   void (*bias_rows)(const BiasRowsCall*);
+  void (*one_output)(const OneOutputCall*);
 };
 
 struct Runner {
@@ -88,6 +96,24 @@ struct Runner {
     throw std::runtime_error("there is no GPU");
   }
   void narrow(const LinearActParams&) { throw std::runtime_error("there is no GPU"); }
+  void one_output_bwd(const OneOutputBwdParams& p, const OneOutputConfig&) {
+    const OneOutputCall call = {static_cast<int>(p.dtype),
+                                static_cast<int>(p.saves),
+                                p.rows,
+                                p.columns,
+                                p.dy.stride,
+                                p.x.stride,
+                                p.weight_step,
+                                p.dx.stride,
+                                p.dy.data,
+                                p.saved,
+                                p.x.data,
+                                p.weight,
+                                p.dx.data,
+                                p.dweight,
+                                p.dbias};
+    callbacks.one_output(&call);
+  }
   void pad_rows(const PadRowsParams&) { throw std::runtime_error("there is no GPU"); }
   void dot_rows(const Matmul& matmul) { product(matmul); }
   void product(const Matmul& matmul) { callbacks.product(&matmul.problem, &matmul.operands); }
@@ -115,6 +141,12 @@ EpilogueSupport& support() {
   return known;
 }
 
+// A layer of few inputs has a kernel of ours, which is not here.
+LinearBackend& backend() {
+  static LinearBackend chosen = LinearBackend::kCublasLt;
+  return chosen;
+}
+
 struct Output {
   char* text;
   size_t size;
@@ -126,7 +158,7 @@ int run(PlanCache* cache, DType dtype, const Callbacks& callbacks, Output output
         const Plan& plan) {
   return report_errors(output.text, output.size, [&] {
     PlanSource source;
-    source.backend = LinearBackend::kCublasLt;  // a layer of few inputs has a kernel of ours
+    source.backend = backend();
     source.cache = cache;
     source.support = &support();
     Runner runner = {callbacks, dtype};
@@ -139,6 +171,8 @@ int run(PlanCache* cache, DType dtype, const Callbacks& callbacks, Output output
 
 // Of the library that is in use from now on.
 EXPORT size_t version() { return CublasLt::get().get_version(); }
+
+EXPORT void use_backend(int chosen) { backend() = static_cast<LinearBackend>(chosen); }
 
 EXPORT void forget_support() { support() = EpilogueSupport(); }
 EXPORT void set_support(int type, int compute, int epilogue, bool fused) {

@@ -112,6 +112,13 @@ BiasRows = _structure(
     "BiasRows", bias=Pointer, bias_batch=Long, output=Matrix, batch=Long, m=Long, n=Long
 )
 ColumnSumsCall = _structure("ColumnSumsCall", rows=ActRowsCall, batch=Long, sums=Pointer)
+OneOutputCall = _structure(
+    "OneOutputCall",
+    **dict.fromkeys(["dtype", "saves"], Int),
+    **dict.fromkeys(["rows", "columns", "dy_stride", "x_stride", "weight_step"], Long),
+    dx_stride=Long,
+    **dict.fromkeys(["dy", "saved", "x", "weight", "dx", "dweight", "dbias"], Pointer),
+)
 BiasRowsCall = _structure(
     "BiasRowsCall",
     dtype=Int,
@@ -240,12 +247,35 @@ def _bias_rows(pointer: Any) -> None:
     at(call.output, dtype, shape, (call.batch_stride, call.stride, 1)).copy_(bias)
 
 
+def _one_output(pointer: Any) -> None:
+    call = pointer.contents
+    dtype, shape = DTYPES[call.dtype], (call.rows, call.columns)
+    dz = at(call.dy, dtype, (call.rows, 1), (call.dy_stride, 1)).double()
+    if call.saves == MASK:
+        bits = (call.rows, mask_row_bytes(1))
+        dz = torch.where(unpack_mask(at(call.saved, torch.uint8, bits, (bits[1], 1)), 1), dz, 0.0)
+    elif call.saves == DERIVATIVE:
+        dz = dz * at(call.saved, dtype, (call.rows, 1), (1, 1)).double()
+    else:
+        assert call.saves == 0
+    dz = dz.to(dtype).double()
+    if call.dx is not None:
+        weight = at(call.weight, dtype, (1, call.columns), (0, call.weight_step)).double()
+        at(call.dx, dtype, shape, (call.dx_stride, 1)).copy_(dz * weight)
+    if call.dweight is not None:
+        x = at(call.x, dtype, shape, (call.x_stride, 1)).double()
+        at(call.dweight, dtype, shape[1:], (1,)).copy_((dz * x).sum(0))
+    if call.dbias is not None:
+        at(call.dbias, dtype, (1,), (1,)).copy_(dz.sum(0))
+
+
 _CALLBACKS = (
     ctypes.CFUNCTYPE(None, ctypes.POINTER(ActRowsCall))(_act_rows),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(Problem), ctypes.POINTER(Operands))(_product),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(ColumnSumsCall))(_column_sums),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(Quantize))(_quantize),
     ctypes.CFUNCTYPE(None, ctypes.POINTER(BiasRowsCall))(_bias_rows),
+    ctypes.CFUNCTYPE(None, ctypes.POINTER(OneOutputCall))(_one_output),
 )
 CALLBACKS = (Pointer * len(_CALLBACKS))(
     *(ctypes.cast(callback, Pointer) for callback in _CALLBACKS)

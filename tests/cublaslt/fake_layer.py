@@ -78,10 +78,15 @@ class FakeLayer:
         fake.fake_mistake.restype = ctypes.c_char_p
         fake.fake_reset()
         entry.forget_support()
+        self.use("cublaslt")
         self.cache = Pointer(entry.cache_create(ctypes.c_size_t(capacity)))
 
     def close(self) -> None:
         self.entry.cache_destroy(self.cache)
+
+    def use(self, backend: str) -> None:
+        """One of the names of linear_act_use."""
+        self.entry.use_backend(("measured", "hopper", "cublaslt").index(backend))
 
     def searches(self) -> int:
         """How often cuBLASLt was asked for algorithms."""

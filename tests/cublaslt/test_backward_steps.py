@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fake_kernels import pack_mask
+from fake_kernels import DERIVATIVE, MASK, pack_mask
 from fake_layer import FakeLayer
 from linear_operands import (
     FUSED,
@@ -13,7 +13,9 @@ from linear_operands import (
     expected,
     expected_gradients,
     kernels,
+    pitched,
     random,
+    shifted,
 )
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from fusedcuda.ops._activations import ACTIVATIONS, activation_gradient, apply_a
 
 # The sums of dy, and those of dz in the pass that makes it.
 SUMS, DZ_AND_DBIAS = "column_sums_kernel", "act_rows_bwd_sum_kernel"
+ONE_OUTPUT = "one_output_bwd_kernel"
 
 # ---- Backward ------------------------------------------------------------------------------------
 
@@ -127,6 +130,74 @@ def test_backward_of_few_features(layer: FakeLayer, n: int) -> None:
         assert kernels(steps) == [SUMS, PLAIN, PLAIN]
 
 
+# ---- One output ----------------------------------------------------------------------------------
+
+
+def check_one_output(
+    layer: FakeLayer, dy: Tensor, x: Tensor, weight: Tensor, activation: str = "none",
+    wanted: tuple[str, ...] = ("dx", "dweight", "dbias"),
+) -> list[str]:  # fmt: skip
+    """Of a layer that keeps the derivative, as 16-bit types do."""
+    z = random(*dy.shape, dtype=dy.dtype)
+    saves, saved, dz = 0, None, dy
+    if activation == "relu":
+        saves, saved, dz = MASK, pack_mask(z > 0), torch.where(z > 0, dy, 0.0)
+    elif activation != "none":
+        saves, saved, dz = DERIVATIVE, z, dy * z
+    gradients, steps = layer.backward(dy, x, weight, saved, activation, wanted, saves)
+    reference = expected_gradients(dz, x, weight)
+    for name, gradient in gradients.items():
+        check(gradient, reference[name])
+    return kernels(steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_one_output(layer: FakeLayer, bits: int, activation: str, dtype: torch.dtype) -> None:
+    """In one pass, unless only the sum of dz is wanted."""
+    layer.use("measured")
+    wanted = tuple(name for i, name in enumerate(("dx", "dweight", "dbias")) if bits >> i & 1)
+    given = [random(*shape, dtype=dtype) for shape in ((70, 1), (70, 40), (1, 40))]
+    made_by = check_one_output(layer, *given, activation, wanted)
+    if wanted == ("dbias",):
+        assert made_by == [SUMS if activation == "none" else DZ_AND_DBIAS]
+    else:
+        assert made_by == [ONE_OUTPUT]
+
+
+@pytest.mark.parametrize("x_layout", LAYOUTS)
+def test_layouts_of_one_output(layer: FakeLayer, x_layout: str) -> None:
+    layer.use("measured")
+    x, dy, weight = LAYOUTS[x_layout](random(17, 24)), random(17, 1), random(1, 24)
+    made_by = [SUMS, PLAIN, PLAIN] if x_layout == "column-major" else [ONE_OUTPUT]
+    assert check_one_output(layer, dy, x, weight) == made_by
+    # dx has no need of x.
+    assert check_one_output(layer, dy, x, weight, wanted=("dx", "dbias")) == [ONE_OUTPUT]
+    for other in (pitched(random(24, 1), 2).T, shifted(weight)):
+        assert check_one_output(layer, pitched(dy, 4), x, other) == made_by
+
+
+def test_one_output_of_no_rows(layer: FakeLayer) -> None:
+    layer.use("measured")
+    given = random(0, 1), random(0, 24), random(1, 24)
+    assert check_one_output(layer, *given) == [ONE_OUTPUT]
+
+
+def test_what_the_pass_over_one_output_is_not_for(layer: FakeLayer) -> None:
+    def made_by(*batch: int, n: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+        shapes = ((*batch, 16, n), (*batch, 16, 24), (*batch, n, 24))
+        return check_one_output(layer, *(random(*shape, dtype=dtype) for shape in shapes))
+
+    layer.use("measured")
+    assert made_by() == made_by(1) == [ONE_OUTPUT]
+    for other in (made_by(3), made_by(n=2), made_by(dtype=torch.float32)):
+        assert ONE_OUTPUT not in other
+    for backend in ("hopper", "cublaslt"):
+        layer.use(backend)
+        assert made_by() == [SUMS, PLAIN, PLAIN]
+
+
 @pytest.mark.parametrize("refusal", [FakeLayer.without_algorithm, FakeLayer.fails_when_run])
 def test_backward_does_with_less(layer: FakeLayer, refusal) -> None:
     refusal(layer, "BGRADB", "DEFAULT")
@@ -144,12 +215,16 @@ WANTED = ("dx", "dw1", "db1", "dw2", "db2")
 
 
 def check_mlp(
-    layer: FakeLayer, activation: str, wanted: tuple[str, ...] = WANTED, hidden: int = 40
+    layer: FakeLayer,
+    activation: str,
+    wanted: tuple[str, ...] = WANTED,
+    hidden: int = 40,
+    outputs: int = 16,
 ) -> list[str]:
-    x, w1, w2 = random(24, 32), random(hidden, 32), random(16, hidden)
+    x, w1, w2 = random(24, 32), random(hidden, 32), random(outputs, hidden)
     z = expected(x, w1)[0].to(x.dtype)
     h = apply_activation(z.double(), ACTIVATIONS[activation]).to(x.dtype)
-    dy = random(24, 16)
+    dy = random(24, outputs)
     gradients, steps = layer.mlp_backward(dy, x, w1, kept(z, activation), h, w2, activation, wanted)
     dh = dy.double() @ w2.double()
     dz = activation_gradient(dh, z.double(), ACTIVATIONS[activation])
@@ -198,3 +273,11 @@ def test_mlp_backward_without_epilogues(layer: FakeLayer) -> None:
 
 def test_mlp_backward_of_an_odd_hidden_size(layer: FakeLayer) -> None:
     assert DZ_AND_DBIAS in check_mlp(layer, "gelu_tanh", hidden=42)
+
+
+def test_mlp_backward_of_one_output(layer: FakeLayer) -> None:
+    """Both gradients of the second layer's parameters in one pass over h."""
+    layer.use("measured")
+    steps = check_mlp(layer, "silu", outputs=1)
+    assert steps == [ONE_OUTPUT, PLAIN, DZ_AND_DBIAS, PLAIN, PLAIN]
+    assert ONE_OUTPUT not in check_mlp(layer, "silu", ("dx", "dw1", "db1", "db2"), outputs=1)

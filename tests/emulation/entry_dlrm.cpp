@@ -134,16 +134,15 @@ Params rows_of(const Call& call) {
   return p;
 }
 
-template <typename Params>
-void launch(cudaError_t (*launcher)(const Params&, const BceConfig&, void*, cudaStream_t),
-            const Params& p, const BceConfig& config, Call* call) {
+template <typename Params, typename Config>
+void launch(cudaError_t (*launcher)(const Params&, const Config&, void*, cudaStream_t),
+            const Params& p, const Config& config, Call* call) {
   const emulation::Workspace workspace(config.workspace_size *
                                        (p.dtype == DType::kFloat64 ? 8 : 4));
   emulation::check_launch(launcher(p, config, workspace.data(), nullptr));
   workspace.check();
   call->aligned = config.aligned;
   call->blocks = config.blocks;
-  call->column_tiles = config.column_tiles;
 }
 
 void head(Call* call) {
@@ -163,8 +162,9 @@ void head_bwd(Call* call) {
     p.dx = RowMatrix::make(call->dx, call->columns, call->rows, call->columns, size_of(p.dtype));
   p.dweight = call->dweight;
   p.dbias = call->dbias;
-  launch(launch_linear_sigmoid_bce_bwd, p,
-         choose_linear_sigmoid_bce_bwd_config(p, device_of(*call)), call);
+  const OneOutputConfig config = choose_linear_sigmoid_bce_bwd_config(p, device_of(*call));
+  launch(launch_linear_sigmoid_bce_bwd, p, config, call);
+  call->column_tiles = config.column_tiles;
 }
 
 }  // namespace

@@ -22,12 +22,22 @@ struct Call {
   int num_sms, group;
   int dx_columns, dweight_columns, splits;  // 0 to choose; results: what was taken
   int64_t batch;                            // of kColumnSums, whose sums are `dbias`
-  int only_choose;                          // of kColumnSums; then results
+  int only_choose;                          // of kColumnSums, kOneOutputBwd; then results
   int vectors, threads_along, slices;
   int64_t column_blocks, workspace_bytes;
 };
 
-enum Kind { kProduct, kGradient, kActivate, kActivateBackward, kPad, kDot, kColumnSums, kNarrow };
+enum Kind {
+  kProduct,
+  kGradient,
+  kActivate,
+  kActivateBackward,
+  kPad,
+  kDot,
+  kColumnSums,
+  kNarrow,
+  kOneOutputBwd
+};
 
 LinearActParams product_of(const Call* call) {
   LinearActParams params;
@@ -129,6 +139,39 @@ void column_sums(Call* call) {
   workspace.check();
 }
 
+// `vectors`, `threads_along`, `column_blocks`, `slices` and `workspace_bytes` as of the sums.
+void one_output_bwd(Call* call) {
+  OneOutputBwdParams params;
+  params.dtype = static_cast<DType>(call->dtype);
+  params.rows = call->m;
+  params.columns = static_cast<int>(call->k);
+  auto matrix = [&](void* data, int64_t stride) {
+    return data == nullptr ? RowMatrix() : RowMatrix::make(data, stride, call->m, call->k, 2);
+  };
+  params.dy = {call->dy, call->dy_stride};
+  params.saves = static_cast<SavedForBackward>(call->saves);
+  params.saved = call->saved;
+  params.x = matrix(call->x, call->x_stride);
+  params.weight = call->weight;
+  params.weight_step = call->weight_stride;
+  params.dx = matrix(call->dx, call->dx_stride);
+  params.dweight = call->dweight;
+  params.dbias = call->dbias;
+  DeviceTraits device;
+  device.num_sms = call->num_sms;
+  const OneOutputConfig config = choose_one_output_config(params, params.dtype, device);
+  call->vectors = config.aligned;
+  call->threads_along = config.threads_x;
+  call->column_blocks = config.column_tiles;
+  call->slices = static_cast<int>(config.blocks);
+  call->workspace_bytes = config.workspace_bytes(params.dtype);
+  if (call->only_choose) return;
+  emulation::check(one_output_can_run(params), "the kernel for one output cannot run this");
+  const emulation::Workspace workspace(call->workspace_bytes);
+  emulation::check_launch(launch_one_output_bwd(params, config, workspace.data(), nullptr));
+  workspace.check();
+}
+
 void pad(const Call& call) {
   PadRowsParams params;
   params.rows = call.m;
@@ -164,6 +207,8 @@ EXPORT int emulate(Call* call, char* error, size_t error_size) {
       product(call);
     } else if (call->kind == kNarrow) {
       narrow(call);
+    } else if (call->kind == kOneOutputBwd) {
+      one_output_bwd(call);
     } else if (call->kind == kGradient) {
       gradient(call);
     } else if (call->kind == kPad) {

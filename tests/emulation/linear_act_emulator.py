@@ -22,7 +22,7 @@ class Saves(IntEnum):
     DERIVATIVE = 3
 
 
-PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD, DOT, COLUMN_SUMS, NARROW = range(8)
+PRODUCT, GRADIENT, ACTIVATE, ACTIVATE_BACKWARD, PAD, DOT, COLUMN_SUMS, NARROW, ONE_OUTPUT = range(9)
 
 
 class _Call(ctypes.Structure):
@@ -50,7 +50,7 @@ class _Call(ctypes.Structure):
 
 
 class SumsConfig(NamedTuple):
-    """How the sums of columns were divided."""
+    """How the sums of columns, or the gradient of a layer of one output, were divided."""
 
     vectors: bool
     threads_along: int
@@ -279,6 +279,76 @@ class LinearActEmulator(Library):
             batch=batch,
             only_choose=True,
         )
+        self.library.emulate(ctypes.byref(call), None, ctypes.c_size_t(0))
+        self._remember(call)
+        return self.sums_config
+
+    def one_output_backward(
+        self,
+        dy: Tensor,
+        x: Tensor | None,
+        weight: Tensor | None,
+        saved: Tensor | None = None,
+        *,
+        saves: Saves = Saves.NONE,
+        bias: bool = True,
+        dx: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Of dx (with a weight), dweight (with x) and dbias (with `bias`); `sums_config`.
+
+        dy is (m, 1), the weight (1, k), and `dx` where the gradient of x is to go.
+        """
+        m = dy.shape[0]
+        k = next(t for t in (x, weight) if t is not None).shape[1]
+        if dx is None and weight is not None:
+            dx = torch.empty(m, k, dtype=dy.dtype)
+        dweight = None if x is None else torch.empty(k, dtype=dy.dtype)
+        outputs = [dx, dweight, torch.empty(1, dtype=dy.dtype) if bias else None]
+
+        def call(
+            dy: Tensor,
+            x: Tensor | None,
+            weight: Tensor | None,
+            saved: Tensor | None,
+            dx: Tensor | None,
+            dweight: Tensor | None,
+            dbias: Tensor | None,
+        ) -> ctypes.Structure:
+            call = _Call(
+                kind=ONE_OUTPUT,
+                dtype=DTYPES.index(dy.dtype),
+                saves=saves,
+                m=m,
+                k=k,
+                saved=address(saved),
+                dweight=address(dweight),
+                dbias=address(dbias),
+                num_sms=self.num_sms,
+            )
+            for name, matrix in (("dy", dy), ("x", x), ("dx", dx)):
+                call.set_matrix(name, matrix)
+            call.set_matrix("weight", None if weight is None else weight.T)
+            return call
+
+        inputs = [dy, x, weight, saved]
+        return self.run("one_output_bwd", call, inputs, outputs, self._remember)
+
+    def choose_one_output(
+        self, m: int, k: int, *, wanted: tuple[str, ...] = ("dx", "dweight", "dbias")
+    ) -> SumsConfig:
+        """For contiguous bfloat16 on an H200."""
+        call = _Call(
+            kind=ONE_OUTPUT,
+            dtype=DTYPES.index(torch.bfloat16),
+            m=m,
+            k=k,
+            x_stride=k,
+            dx_stride=k,
+            num_sms=132,
+            only_choose=True,
+        )
+        for name in wanted:
+            setattr(call, name, 1 << 12)  # an address that nobody reads
         self.library.emulate(ctypes.byref(call), None, ctypes.c_size_t(0))
         self._remember(call)
         return self.sums_config

@@ -19,4 +19,9 @@ inline int size_of(DType dtype) {
   }
 }
 
+// Elements of such a load, as kVectorWidth in vec.cuh; float64 goes one by one.
+inline int vector_width(DType dtype) {
+  return dtype == DType::kFloat64 ? 1 : kVectorBytes / size_of(dtype);
+}
+
 }  // namespace fusedcuda

@@ -30,4 +30,25 @@ __device__ __forceinline__ C block_sum(C value, C* scratch, int thread, int num_
   return value;
 }
 
+// Sums over threadIdx.y, of a block of kThreads. The threads have kVec neighbouring columns each,
+// and get the sums of these as they lie in memory, one a thread: the first kVec * blockDim.x ones,
+// of which there must not be more than threads.
+template <int kThreads, int kVec, typename C>
+__device__ __forceinline__ C sum_block_columns(const C (&values)[kVec]) {
+  __shared__ C shared[kVec][kThreads];
+  const int along = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.y) * along + static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) shared[j][thread] = values[j];
+  for (int half = static_cast<int>(blockDim.y) / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.y) < half) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) shared[j][thread] += shared[j][thread + half * along];
+    }
+  }
+  __syncthreads();
+  return shared[thread % kVec][thread / kVec];
+}
+
 }  // namespace fusedcuda

@@ -84,6 +84,24 @@ __device__ __forceinline__ void store_packed(T* data, const Packed<T>& v) {
   }
 }
 
+// kVec elements as they lie in memory: a whole vector, or one.
+template <typename T, int kVec>
+using Part = std::conditional_t<kVec == 1, Vector<T, 1>, Packed<T>>;
+
+template <typename T, int kVec>
+__device__ __forceinline__ Part<T, kVec> load_part(const T* data) {
+  return *reinterpret_cast<const Part<T, kVec>*>(data);
+}
+
+template <int kVec, typename T>
+__device__ __forceinline__ void store_part(T* data, const Part<T, kVec>& values) {
+  if constexpr (kVec == 1) {
+    store_vector(data, values);
+  } else {
+    store_packed(data, values);
+  }
+}
+
 // The row of this thread, which it shares with the other threads of its threadIdx.y and cluster. A
 // block's last rows may lie beyond the matrix: their threads read the last row and store nothing.
 struct OwnRow {

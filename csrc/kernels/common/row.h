@@ -97,6 +97,19 @@ inline bool is_aligned(const void* data) {
   return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
 }
 
+// Of 32, 16 and 8 the most threads along a row that leave the fewest without a part of it; for
+// shorter rows fewer. A warp reads at least 128 bytes of a row in vectors.
+inline int threads_along_row(int64_t vectors_of_row) {
+  constexpr int kMost = 32, kFewest = 8;
+  if (vectors_of_row < kFewest) return static_cast<int>(next_power_of_two(vectors_of_row));
+  int best = kMost;
+  auto padded = [&](int threads) { return ceil_div(vectors_of_row, threads) * threads; };
+  for (int threads = kMost; threads >= kFewest; threads /= 2) {
+    if (padded(threads) < padded(best)) best = threads;
+  }
+  return best;
+}
+
 // `most_items`: the largest number of vectors a thread may hold. `most_threads`: kRowThreads or
 // kWideRowThreads. `usual_threads`: from there on more blocks share a row, up to 16. float64 is
 // streamed: it is there for gradcheck, not for speed.
@@ -108,7 +121,7 @@ inline RowConfig choose_row_config(int64_t rows, int64_t columns, DType dtype, b
   if (rows == 0 || columns == 0) return config;
   config.aligned = aligned;
   config.dependent_launch = device.dependent_launch;
-  config.vec = dtype == DType::kFloat64 ? 1 : kVectorBytes / size_of(dtype);
+  config.vec = vector_width(dtype);
   // An unaligned row may begin inside its first vector and end inside its last.
   const int64_t vectors = ceil_div(columns + (aligned ? 0 : config.vec - 1), config.vec);
   const int max_cluster = device.clusters ? kMaxCluster : 1;
