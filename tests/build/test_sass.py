@@ -125,6 +125,8 @@ def test_a_dropped_branch_stores_sixteen_bytes_at_a_time(kernels) -> None:
     without = [k for k in branches if not (k.products and k.loads_128 and k.stores_128)]
     assert not without, "\n" + sass.table(without)
     assert max(k.registers for k in branches) <= 64  # four blocks of 256 threads on an SM
+
+
 def test_the_gradient_of_one_output_leaves_room_for_three_blocks(kernels) -> None:
     """Of 256 threads on an SM, with the loads of six rows side by side."""
     names = ("one_output_bwd_kernel", "linear_sigmoid_bce_bwd_kernel")
