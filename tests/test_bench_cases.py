@@ -292,7 +292,7 @@ def test_plots_have_a_point_for_every_power_of_two():
 # -- variants of kernels --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", TUNED)
+@pytest.mark.parametrize("family", [*TUNED, "linear_act"])
 def test_replacements_occur_in_the_sources(family, tmp_path):
     tried = import_module(f"bench.tuning.{family}_cases").VARIANTS
     assert next(iter(tried.values())) == {}  # the first is what the others are compared with
@@ -311,11 +311,14 @@ def test_a_replacement_that_does_not_occur_is_an_error(tmp_path):
     assert (source / "a.cu").read_text() == "kTile = 32;"
 
 
-@pytest.mark.parametrize("family", ["norm", "softmax", "cross_entropy", "rope", "dlrm", "lora"])
+@pytest.mark.parametrize(
+    "family", ["norm", "softmax", "cross_entropy", "rope", "dlrm", "lora", "linear_act"]
+)
 def test_the_calls_that_are_tuned_are_accepted(family, monkeypatch):
     module = import_module(f"bench.tuning.{family}_cases")
     small = {"ROW_ELEMENTS": 2**15, "ROW_LENGTHS": (8, 1024, 5000), "POSITIONS": 3,
-             "SHAPES": [(3, 10), (2, 7)], "BATCH": 5, "FEW": (3, 40, 24)}  # fmt: skip
+             "SHAPES": [(3, 10), (2, 7)], "BATCH": 5, "FEW": (3, 40, 24),
+             "COLD_BYTES": 1 << 8}  # fmt: skip
     for name, value in small.items():
         if hasattr(module, name):
             monkeypatch.setattr(module, name, value)
