@@ -26,8 +26,8 @@ struct OneOutputGradient {
 
 constexpr int kOneOutputThreads = 256;
 // Rows whose loads a thread has under way, of 16 bytes each, and blocks of an SM: 72 KB together,
-// in 80 registers a thread. A copy at full bandwidth takes 32, but some warps are always
-// at their products.
+// in 80 registers a thread. A copy at full bandwidth takes 32, but some warps are always at their
+// products.
 constexpr int kOneOutputRowsAhead = 6;
 constexpr int kOneOutputBlocksOfSm = 3;
 
