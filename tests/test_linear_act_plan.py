@@ -187,7 +187,7 @@ def test_what_our_own_product_does_not_take(use):
 
 
 def test_gradient_of_a_hidden_layer(use):
-    """dh by cuBLASLt, the rest with the derivative on the way into our own products."""
+    """dh by cuBLASLt, the rest with the mask on the way into our own products."""
     use("hopper")
     m, hidden, k, n = 256, 128, 64, 40
 

@@ -88,10 +88,9 @@ void forward(const Lt& lt, int64_t m, int64_t n, int64_t k, Activation activatio
   for (T* data : {x, weight, bias, expected, y, saved}) CHECK(cudaFree(data));
 }
 
-// --- Gradient: a mask, or a derivative, against the two products alone (of dy itself)
+// --- Gradient of a ReLU, against the two products alone (of dy itself)
 
-void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward saves,
-              const DeviceTraits& device) {
+void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, const DeviceTraits& device) {
   T* dy = random_values(m * n, 1);
   T* x = random_values(m * k, 2);
   T* weight = random_values(n * k, 3);
@@ -110,15 +109,14 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
   rows.n = n;
   rows.input = {dy, n};
   rows.output = {dz, n};
-  rows.saves = saves;
+  rows.saves = SavedForBackward::kMask;
   rows.saved = saved;
   LinearActBwdParams p;
-  p.saves = saves;
   p.m = m;
   p.n = n;
   p.k = k;
   p.dy = {dy, n};
-  p.saved = saved;
+  p.mask = saved;
   p.x = {x, k};
   p.weight = {weight, k};
   p.dx = {dx, k};
@@ -198,20 +196,9 @@ void backward(const Lt& lt, int64_t m, int64_t n, int64_t k, SavedForBackward sa
                             {}});
     }
   };
-  auto add_tiles = [&](auto scale) {
-    constexpr GemmScale kScale = decltype(scale)::value;
-    add_tile(linear_act::BwdGemm<T, kScale, 256, true>(),
-             linear_act::BwdGemm<T, kScale, 256, false>(), "128x256");
-    add_tile(linear_act::BwdGemm<T, kScale, 192, true>(),
-             linear_act::BwdGemm<T, kScale, 192, false>(), "128x192");
-    add_tile(linear_act::BwdGemm<T, kScale, 64, true>(),
-             linear_act::BwdGemm<T, kScale, 64, false>(), "128x64");
-  };
-  if (saves == SavedForBackward::kMask) {
-    add_tiles(std::integral_constant<GemmScale, GemmScale::kMask>());
-  } else {
-    add_tiles(std::integral_constant<GemmScale, GemmScale::kElements>());
-  }
+  add_tile(linear_act::BwdGemm<T, 256, true>(), linear_act::BwdGemm<T, 256, false>(), "128x256");
+  add_tile(linear_act::BwdGemm<T, 192, true>(), linear_act::BwdGemm<T, 192, false>(), "128x192");
+  add_tile(linear_act::BwdGemm<T, 64, true>(), linear_act::BwdGemm<T, 64, false>(), "128x64");
   char shape[100];
   std::snprintf(shape, sizeof(shape), "backward %lldx%lldx%lld", static_cast<long long>(m),
                 static_cast<long long>(n), static_cast<long long>(k));
@@ -238,8 +225,8 @@ int main() {
     forward(lt, 8192, 4096, 4096, Activation::kGeluTanh, saves, device);
   }
   forward(lt, 8192, 14336, 4096, Activation::kGeluTanh, false, device);
-  backward(lt, 65536, 1024, 480, SavedForBackward::kMask, device);
-  backward(lt, 65536, 512, 16, SavedForBackward::kMask, device);
-  backward(lt, 8192, 3072, 768, SavedForBackward::kDerivative, device);
-  backward(lt, 8192, 4096, 1024, SavedForBackward::kDerivative, device);
+  backward(lt, 65536, 1024, 480, device);
+  backward(lt, 65536, 512, 16, device);
+  backward(lt, 8192, 3072, 768, device);
+  backward(lt, 8192, 4096, 1024, device);
 }

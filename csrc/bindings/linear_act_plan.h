@@ -240,7 +240,7 @@ inline void plan_act_gradient(const LinearBackward& b, const LinearMatrix& dy,
   }
 }
 
-// Our own products take rows of x and of the weight, and need an activation to have an advantage.
+// Our own products take rows of x and of the weight, and a ReLU's mask.
 inline LinearActBwdParams hopper_params(const LinearBackward& b) {
   const LinearLayer& layer = b.layer;
   auto matrix = [&](const LinearFactor& factor, int64_t rows, void* room) -> GemmMatrix {
@@ -249,12 +249,11 @@ inline LinearActBwdParams hopper_params(const LinearBackward& b) {
   };
   LinearActBwdParams params;
   params.dtype = layer.dtype;
-  params.saves = b.saves;
   params.m = layer.m;
   params.n = layer.n;
   params.k = layer.k;
   params.dy = {b.dy.data, line_stride(b.dy.stride, layer.m, layer.n)};
-  params.saved = b.saved;
+  params.mask = b.saved;
   if (b.dweight != nullptr) params.x = matrix(b.x, layer.m, b.padded_x);
   if (b.dx != nullptr) {
     params.weight = matrix(b.weight, layer.n, b.padded_weight);
@@ -270,8 +269,8 @@ inline LinearActBwdParams hopper_params(const LinearBackward& b) {
 inline bool takes_hopper(const LinearBackward& b, const PlanSource& source) {
   const bool has_rows = (b.dweight == nullptr || b.x.matrix.k_is_inner) &&
                         (b.dx == nullptr || b.weight.matrix.k_is_inner);
-  return b.layer.batch == 1 && has_rows && (b.dx != nullptr || b.dweight != nullptr) &&
-         takes_hopper(hopper_params(b), source);
+  return b.saves == SavedForBackward::kMask && b.layer.batch == 1 && has_rows &&
+         (b.dx != nullptr || b.dweight != nullptr) && takes_hopper(hopper_params(b), source);
 }
 
 inline bool try_hopper(const LinearBackward& b, const char* what, StepPlanner& planner) {

@@ -7,7 +7,7 @@
 // 2 m n (the derivative of the other activations). An epilogue in a kernel of its own would read
 // and write 4 m n more: 65536 x 1024 x 480 takes as long for that as for the product.
 //
-// The gradient is two products of dz = dy * act'(z), which never exists in memory:
+// The gradient of a ReLU is two products of dz = dy * act'(z), which never exists in memory:
 //
 //   dx = dz @ weight      dweight = dz.T @ x, dbias = sum of dz over m
 //
@@ -77,13 +77,6 @@ __global__ void __launch_bounds__(kGemmThreads, 1) linear_act_dweight_kernel_sm9
 
 namespace linear_act {
 
-inline BoxedMatrix boxed_mask(const void* data, int64_t rows, int64_t columns, int box_rows) {
-  BoxedMatrix matrix =
-      gemm::boxed(data, rows, mask_row_bytes(columns), mask_row_bytes(columns), box_rows);
-  matrix.element_bytes = 1;
-  return matrix;
-}
-
 // --- Forward
 
 template <typename Gemm, bool kActivates = true>
@@ -114,19 +107,17 @@ constexpr auto kAnyKernel = linear_act_kernel_sm90<InTurnsGemm<__nv_bfloat16, tr
 
 // dweight has no chunks to store. Stages of b, and of the scaled factor, as many as there is room
 // for.
-template <typename T, GemmScale kScale, int kColumns, bool kIsDx>
-using BwdGemm =
-    HopperGemm<T, kBwdTileRows / 2, kColumns, false, 2, kColumns == 256 ? 4 : 5, kIsDx, false,
-               kScale, kIsDx ? 2 : 0, kScale == GemmScale::kElements && kIsDx ? 2 : 3>;
+template <typename T, int kColumns, bool kIsDx>
+using BwdGemm = HopperGemm<T, kBwdTileRows / 2, kColumns, false, 2, kColumns == 256 ? 4 : 5, kIsDx,
+                           false, GemmScale::kMask, kIsDx ? 2 : 0, 3>;
 
-// What multiplies dy, in boxes like those of the factor a.
+// What multiplies dy, in boxes of rows like those of the factor a.
 template <typename Gemm>
-cudaError_t describe_scale(const LinearActBwdParams& p, bool k_is_inner, TensorMap* map) {
-  const int box_rows = k_is_inner ? Gemm::kTileRows : kGemmK;
-  return make_tensor_map(p.saves == SavedForBackward::kMask
-                             ? boxed_mask(p.saved, p.m, p.n, box_rows)
-                             : gemm::boxed(p.saved, p.m, p.n, p.n, box_rows),
-                         map);
+cudaError_t describe_mask(const LinearActBwdParams& p, bool k_is_inner, TensorMap* map) {
+  BoxedMatrix matrix = gemm::boxed(p.mask, p.m, mask_row_bytes(p.n), mask_row_bytes(p.n),
+                                   k_is_inner ? Gemm::kTileRows : kGemmK);
+  matrix.element_bytes = 1;
+  return make_tensor_map(matrix, map);
 }
 
 template <typename Gemm>
@@ -135,7 +126,7 @@ cudaError_t run_dx(const LinearActBwdParams& p, const GemmConfig& config, cudaSt
   const GemmFactor dy = {p.dy.data, p.dy.stride, true};
   const GemmFactor weight = {p.weight.data, p.weight.stride, false};
   cudaError_t status = describe<Gemm>(dy, weight, p.m, p.k, p.n, config, &params);
-  if (status == cudaSuccess) status = describe_scale<Gemm>(p, true, &params.factors.scale);
+  if (status == cudaSuccess) status = describe_mask<Gemm>(p, true, &params.factors.scale);
   if (status == cudaSuccess)
     status = gemm::describe_stored(p.dx.data, p.m, p.k, p.dx.stride, &params.epilogue.output);
   if (status != cudaSuccess) return status;
@@ -151,7 +142,7 @@ cudaError_t run_dweight(const LinearActBwdParams& p, const GemmConfig& config, v
   const GemmFactor dy = {p.dy.data, p.dy.stride, false};
   const GemmFactor x = {p.x.data, p.x.stride, false};
   cudaError_t status = describe<Gemm>(dy, x, p.n, p.k, p.m, config, &params);
-  if (status == cudaSuccess) status = describe_scale<Gemm>(p, false, &params.factors.scale);
+  if (status == cudaSuccess) status = describe_mask<Gemm>(p, false, &params.factors.scale);
   if (status != cudaSuccess) return status;
   PartialsEpilogueParams& epilogue = params.epilogue;
   epilogue.m = static_cast<int>(p.n);
@@ -190,27 +181,18 @@ cudaError_t with_columns(const GemmConfig& config, F f) {
   }
 }
 
-template <typename T, GemmScale kScale>
+template <typename T>
 cudaError_t run_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& config,
                     void* workspace, cudaStream_t stream) {
   if (params.dx.data != nullptr) {
     const cudaError_t status = with_columns(config.dx, [&](auto columns) {
-      return run_dx<BwdGemm<T, kScale, columns, true>>(params, config.dx, stream);
+      return run_dx<BwdGemm<T, columns, true>>(params, config.dx, stream);
     });
     if (status != cudaSuccess || params.dweight == nullptr) return status;
   }
   return with_columns(config.dweight, [&](auto columns) {
-    return run_dweight<BwdGemm<T, kScale, columns, false>>(params, config.dweight, workspace,
-                                                           stream);
+    return run_dweight<BwdGemm<T, columns, false>>(params, config.dweight, workspace, stream);
   });
-}
-
-template <typename T>
-cudaError_t run_bwd_type(const LinearActBwdParams& params, const LinearActBwdConfig& config,
-                         void* workspace, cudaStream_t stream) {
-  return params.saves == SavedForBackward::kMask
-             ? run_bwd<T, GemmScale::kMask>(params, config, workspace, stream)
-             : run_bwd<T, GemmScale::kElements>(params, config, workspace, stream);
 }
 
 }  // namespace linear_act
@@ -231,8 +213,8 @@ cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
                                   const LinearActBwdConfig& config, void* workspace,
                                   cudaStream_t stream) {
   return params.dtype == DType::kFloat16
-             ? linear_act::run_bwd_type<__half>(params, config, workspace, stream)
-             : linear_act::run_bwd_type<__nv_bfloat16>(params, config, workspace, stream);
+             ? linear_act::run_bwd<__half>(params, config, workspace, stream)
+             : linear_act::run_bwd<__nv_bfloat16>(params, config, workspace, stream);
 }
 
 cudaError_t launch_act_rows(const ActRowsParams& p, cudaStream_t stream) {

@@ -40,18 +40,17 @@ struct LinearActParams {
   void* saved = nullptr;
 };
 
-// dx = dz @ weight, dweight = dz.T @ x, dbias = sum of dz over m; dz = dy * act'(z), rounded.
+// dx = dz @ weight, dweight = dz.T @ x, dbias = sum of dz over m; dz = dy where a ReLU passed.
 struct LinearActBwdParams {
   DType dtype = DType::kBFloat16;
-  SavedForBackward saves = SavedForBackward::kMask;  // or kDerivative
   int64_t m = 0, n = 0, k = 0;
-  GemmMatrix dy;                // m x n
-  const void* saved = nullptr;  // as the forward left it
-  GemmMatrix x;                 // m x k; for dweight
-  GemmMatrix weight;            // n x k; for dx
-  GemmMatrix dx;                // m x k; null unless it is wanted
-  void* dweight = nullptr;      // n x k, contiguous; likewise
-  void* dbias = nullptr;        // n; likewise, and only with dweight
+  GemmMatrix dy;               // m x n
+  const void* mask = nullptr;  // kMask, as the forward left it
+  GemmMatrix x;                // m x k; for dweight
+  GemmMatrix weight;           // n x k; for dx
+  GemmMatrix dx;               // m x k; null unless it is wanted
+  void* dweight = nullptr;     // n x k, contiguous; likewise
+  void* dbias = nullptr;       // n; likewise, and only with dweight
 };
 
 // Elementwise, over m x n elements whose rows may have a pitch.

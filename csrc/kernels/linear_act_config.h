@@ -88,16 +88,13 @@ inline GemmConfig choose_linear_act_config(const LinearActParams& params,
 }
 
 inline bool hopper_can_run(const LinearActBwdParams& p, const DeviceTraits& device) {
-  const bool saved_fits =
-      p.saves == SavedForBackward::kMask ||
-      (p.saves == SavedForBackward::kDerivative && gemm::can_be_boxed(p.saved, p.n, p.dtype));
   const bool dx_fits =
       p.dx.data == nullptr || (gemm::can_be_boxed(p.weight.data, p.weight.stride, p.dtype) &&
                                gemm::can_be_boxed(p.dx.data, p.dx.stride, p.dtype));
   const bool dweight_fits =
       p.dweight == nullptr || gemm::can_be_boxed(p.x.data, p.x.stride, p.dtype);
-  return gemm::can_run(p.dtype, p.m, p.n, p.k, device) && saved_fits && dx_fits && dweight_fits &&
-         gemm::can_be_boxed(p.dy.data, p.dy.stride, p.dtype) &&
+  return gemm::can_run(p.dtype, p.m, p.n, p.k, device) && p.mask != nullptr && dx_fits &&
+         dweight_fits && gemm::can_be_boxed(p.dy.data, p.dy.stride, p.dtype) &&
          (p.dbias == nullptr || p.dweight != nullptr);
 }
 
@@ -223,11 +220,15 @@ inline LinearActBwdConfig choose_linear_act_bwd_config(const LinearActBwdParams&
   return config;
 }
 
-// Measured likewise, tile by tile: with dz = dy * act'(z) in a kernel of its own and without a sum
-// of dz, cuBLASLt takes 1.21 to 1.66 times as long for a ReLU, whose mask is hardly there to read,
-// and 0.94 to 1.00 times for a derivative. With short sums there is nothing to hide behind.
+// Whether it is faster than dz by a kernel of its own and cuBLASLt's products of that. Measured on
+// an H200 (bench/tuning/linear_act_training.py), in times of ours: 65536 x 512 x 16, 1.6; x 1024 x
+// 480, 1.17; x 256 x 512, 1.11; x 512 x 1024, 1.05; x 1024 x 1024, 1.02; x 4096 x 1024, 1.0; x 3072
+// x 768, 0.98; x 1024 x 4096, 0.94; 8192 x 512 x 1024 to 4096 x 1024, 0.94 to 0.91, x 3072 x 768,
+// 0.82; 2048 x 1024 x 4096, 0.88. A product of ours takes a fifth longer, for which it saves a pass
+// over dy; the pass is short where the products are long (k) and where dz stays in the L2.
 inline bool hopper_is_faster(const LinearActBwdParams& params, const DeviceTraits& device) {
-  if (params.saves != SavedForBackward::kMask || params.n < 8 * kGemmK) return false;
+  constexpr int64_t kManyRows = 32768, kMostInputs = 1024, kFewestOutputs = 4 * kGemmK;
+  if (params.m < kManyRows || params.k > kMostInputs || params.n < kFewestOutputs) return false;
   const GemmConfig dx = linear_act::choose_bwd_product(params.m, params.k, params.n, 1, device);
   return gemm::count_tiles(params.m, params.k, dx) >= gemm::resident_clusters(device, dx);
 }

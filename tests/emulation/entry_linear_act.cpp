@@ -78,12 +78,11 @@ void product(Call* call) {
 void gradient(Call* call) {
   LinearActBwdParams params;
   params.dtype = static_cast<DType>(call->dtype);
-  params.saves = static_cast<SavedForBackward>(call->saves);
   params.m = call->m;
   params.n = call->n;
   params.k = call->k;
   params.dy = {call->dy, call->dy_stride};
-  params.saved = call->saved;
+  params.mask = call->saved;
   params.x = {call->x, call->x_stride};
   params.weight = {call->weight, call->weight_stride};
   params.dx = {call->dx, call->dx_stride};

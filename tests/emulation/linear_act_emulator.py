@@ -150,10 +150,9 @@ class LinearActEmulator(Library):
         x: Tensor | None,
         weight: Tensor | None,
         *,
-        saves: Saves,
         bias: bool = True,
     ) -> list[Tensor]:
-        """Of dx (with a weight), dweight (with x) and dbias (with both x and `bias`)."""
+        """Of dx (with a weight), dweight (with x) and dbias (with both x and `bias`), by a mask."""
         m, n = dy.shape
         k = next(t for t in (x, weight) if t is not None).shape[1]
 
@@ -178,7 +177,6 @@ class LinearActEmulator(Library):
             call = _Call(
                 kind=GRADIENT,
                 dtype=DTYPES.index(dy.dtype),
-                saves=saves,
                 m=m,
                 n=n,
                 k=k,

@@ -219,18 +219,17 @@ def test_padded_rows(linear: LinearActEmulator, k: int) -> None:
 # ---- Gradient ------------------------------------------------------------------------------------
 
 
-def check_gradient(
-    linear: LinearActEmulator, m: int, n: int, k: int, saves: Saves, dtype: torch.dtype
-) -> None:
+def masked(dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask of a ReLU's inputs, and dz."""
+    positive = torch.rand(dy.shape) < 0.6
+    return packed_mask(positive), dy * positive
+
+
+def check_gradient(linear: LinearActEmulator, m: int, n: int, k: int, dtype: torch.dtype) -> None:
     dy = torch.randn(m, n).to(dtype)
     x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-    if saves is Saves.MASK:
-        positive = torch.rand(m, n) < 0.6
-        saved, dz = packed_mask(positive), dy * positive
-    else:
-        saved = torch.randn(m, n).to(dtype)
-        dz = dy * saved
-    dx, dweight, dbias = linear.backward(dy, saved, x, weight, saves=saves)
+    mask, dz = masked(dy)
+    dx, dweight, dbias = linear.backward(dy, mask, x, weight)
     dz, x, weight = dz.double(), x.double(), weight.double()
     for name, actual, expected in (
         ("dx", dx, dz @ weight),
@@ -240,48 +239,38 @@ def check_gradient(
         assert_rounded(name, actual, expected, magnitude=1 + expected.abs().max().item())
 
 
-both_scales = pytest.mark.parametrize("saves", [Saves.MASK, Saves.DERIVATIVE], ids=["mask", "g"])
-
-
-@both_scales
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("columns", [64, 192, 256])
-def test_gradient(
-    linear: LinearActEmulator, saves: Saves, dtype: torch.dtype, columns: int
-) -> None:
+def test_gradient(linear: LinearActEmulator, dtype: torch.dtype, columns: int) -> None:
     linear.columns = columns
-    check_gradient(linear, 200, 136, 264, saves, dtype)
+    check_gradient(linear, 200, 136, 264, dtype)
 
 
-@both_scales
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 40, 16), (70, 264, 24), (65, 8, 72)], ids=str)
-def test_gradient_of_small_products(
-    linear: LinearActEmulator, saves: Saves, shape: tuple[int, int, int]
-) -> None:
-    check_gradient(linear, *shape, saves, torch.bfloat16)
+def test_gradient_of_small_products(linear: LinearActEmulator, shape: tuple[int, int, int]) -> None:
+    check_gradient(linear, *shape, torch.bfloat16)
 
 
-@both_scales
 @pytest.mark.parametrize("splits", [2, 5])
-def test_gradient_in_parts(linear: LinearActEmulator, saves: Saves, splits: int) -> None:
+def test_gradient_in_parts(linear: LinearActEmulator, splits: int) -> None:
     """dweight of 19 blocks of k, in parts of unequal length; rows that are not whole vectors."""
     linear.splits = splits
     linear.num_sms = 8
-    check_gradient(linear, 1200, 264, 40, saves, torch.bfloat16)
+    check_gradient(linear, 1200, 264, 40, torch.bfloat16)
     odd = torch.randn(1200, 16).bfloat16()[:, :9]
-    dy, saved = torch.randn(1200, 8).bfloat16(), torch.randn(1200, 8).bfloat16()
-    dweight, dbias = linear.backward(dy, saved, odd, None, saves=Saves.DERIVATIVE)
-    dz = (dy * saved).double()
-    assert_rounded("dweight", dweight, dz.T @ odd.double(), magnitude=200)
-    assert_rounded("dbias", dbias, dz.sum(0), magnitude=200)
+    dy = torch.randn(1200, 8).bfloat16()
+    mask, dz = masked(dy)
+    dweight, dbias = linear.backward(dy, mask, odd, None)
+    assert_rounded("dweight", dweight, dz.double().T @ odd.double(), magnitude=200)
+    assert_rounded("dbias", dbias, dz.double().sum(0), magnitude=200)
 
 
 def test_gradients_one_by_one(linear: LinearActEmulator) -> None:
     dy, x, weight = (torch.randn(s).bfloat16() for s in ((70, 72), (70, 40), (72, 40)))
-    saved = torch.randn(70, 72).bfloat16()
-    all_three = linear.backward(dy, saved, x, weight, saves=Saves.DERIVATIVE)
-    (dx,) = linear.backward(dy, saved, None, weight, saves=Saves.DERIVATIVE)
-    (dweight,) = linear.backward(dy, saved, x, None, saves=Saves.DERIVATIVE, bias=False)
+    mask, _ = masked(dy)
+    all_three = linear.backward(dy, mask, x, weight)
+    (dx,) = linear.backward(dy, mask, None, weight)
+    (dweight,) = linear.backward(dy, mask, x, None, bias=False)
     assert torch.equal(dx, all_three[0])
     assert torch.equal(dweight, all_three[1])
 

@@ -1,6 +1,8 @@
 // The factor a of a matrix product, multiplied element by element on its way from shared memory to
-// the tensor cores: by bits (the mask of a ReLU) or by elements (the derivative of another
-// activation). So dz = dy * act'(z) never exists in memory, though two products need it.
+// the tensor cores, by the bits of a ReLU's mask. So dz = dy * act'(z) never exists in memory,
+// though two products need it. (By the elements of another activation's derivative it was up to 7 %
+// faster than dz in a kernel of its own, mostly slower, and 40 % of the time that nvcc took:
+// bench/results/h200/linear_act_notes.md.)
 //
 // The tensor cores take a from registers here. Other than in shared memory it can be changed there,
 // at the price of instructions that the other warpgroup's products hide.
@@ -9,28 +11,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <cstring>
 
-#include "convert.cuh"
 #include "hopper_gemm.h"
 #include "launch.h"
 #include "tensor_map.h"
 #include "wgmma.cuh"
 
 namespace fusedcuda {
-
-// Products of pairs, rounded to T.
-template <typename T>
-__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  Pair x, y;
-  memcpy(&x, &a, sizeof(a));
-  memcpy(&y, &b, sizeof(b));
-  const Pair product = __hmul2(x, y);
-  uint32_t bits;
-  memcpy(&bits, &product, sizeof(bits));
-  return bits;
-}
 
 // All ones in each half of a word whose lowest bit is set. (The upper bits of the halves are
 // ignored.)
@@ -121,17 +108,6 @@ __device__ __forceinline__ void mask_fragments(const unsigned char* mask, int fi
         fragments->words[step][2 * later + 1] &= halves_of_bits(both >> 8);
       }
     }
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply_fragments(const GemmFragments& by,
-                                                   GemmFragments* fragments) {
-#pragma unroll
-  for (int step = 0; step < kGemmK / kWgmmaK; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      fragments->words[step][i] = multiply_pairs<T>(fragments->words[step][i], by.words[step][i]);
   }
 }
 

@@ -71,13 +71,11 @@ struct HopperGemm {
   // Columns of b, k inner, that are copied at once: a block's share, and of one matrix.
   static constexpr int kBShare = kTileColumns / kCluster;
   static constexpr int kBBoxRows = kBShare < kResultColumns ? kBShare : kResultColumns;
-  // A box of bits has 16 bytes a row; with rows inner those are all rows of a tile.
-  static_assert(kScale != GemmScale::kMask || kAKInner || kTileRows == 8 * kByteBoxColumns);
-  static constexpr int kMaskBytes = (kAKInner ? kTileRows : kGemmK) * kByteBoxColumns;
-  static constexpr int kScaleBytes = kScale == GemmScale::kNone   ? 0
-                                     : kScale == GemmScale::kMask ? kMaskBytes
-                                                                  : kABytes;
   static constexpr bool kIsScaled = kScale != GemmScale::kNone;
+  // A box of bits has 16 bytes a row; with rows inner those are all rows of a tile.
+  static_assert(!kIsScaled || kAKInner || kTileRows == 8 * kByteBoxColumns);
+  static constexpr int kScaleBytes =
+      kIsScaled ? (kAKInner ? kTileRows : kGemmK) * kByteBoxColumns : 0;
   static_assert(kIsScaled == (kAStages > 0));
   static constexpr int kStageBytes = (kIsScaled ? 0 : kABytes) + kBBytes;
   static constexpr int kAStageBytes = kABytes + kScaleBytes;
@@ -172,13 +170,9 @@ struct HopperGemm {
       if (!is_elected_lane()) return;
       full->arrive_and_expect(kAStageBytes);
       gemm::load_a<HopperGemm>(factors.a, stage, full, row, k);
-      if constexpr (kScale == GemmScale::kElements) {
-        gemm::load_a<HopperGemm>(factors.scale, stage + kABytes, full, row, k);
-      } else {
-        // (The copy engine takes boxes that begin at a multiple of 16 bytes.)
-        load_box(&factors.scale, stage + kABytes, full, kAKInner ? row : k,
-                 (kAKInner ? k : row) / 8 / kByteBoxColumns * kByteBoxColumns);
-      }
+      // (The copy engine takes boxes that begin at a multiple of 16 bytes.)
+      load_box(&factors.scale, stage + kABytes, full, kAKInner ? row : k,
+               (kAKInner ? k : row) / 8 / kByteBoxColumns * kByteBoxColumns);
     });
   }
 
@@ -356,15 +350,8 @@ struct HopperGemm {
 
   static __device__ __forceinline__ void load_scaled(const unsigned char* stage, int first_row,
                                                      int block, GemmFragments* fragments) {
-    const unsigned char* const scale = stage + kABytes;
     load_fragments<kAKInner>(stage, first_row, fragments);
-    if constexpr (kScale == GemmScale::kMask) {
-      mask_fragments<kAKInner>(scale, first_row, block, fragments);
-    } else {
-      GemmFragments by;
-      load_fragments<kAKInner>(scale, first_row, &by);
-      multiply_fragments<T>(by, fragments);
-    }
+    mask_fragments<kAKInner>(stage + kABytes, first_row, block, fragments);
   }
 };
 

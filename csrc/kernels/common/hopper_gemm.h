@@ -19,7 +19,7 @@ constexpr int kGemmBufferBytes = 8192;  // of what an epilogue stores: a box of 
 constexpr int kGemmSharedBytes = 227 << 10;  // what a block may have
 
 // What the elements of a are multiplied by before the products (gemm_scale.cuh).
-enum class GemmScale { kNone, kMask, kElements };
+enum class GemmScale { kNone, kMask };
 
 // How far apart the parts of a result of so many values lie (sum_splits.cuh).
 constexpr int kSumSplitsVec = 4;  // values of a thread
