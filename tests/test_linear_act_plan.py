@@ -179,7 +179,8 @@ def test_what_our_own_product_does_not_take(use):
     for other in (
         {"activation": "none"},
         {"n": 127},
-        {"dtype": torch.float32, "activation": "silu"},
+        {"activation": "silu"},  # a derivative
+        {"dtype": torch.float32},
         {"weight": transposed},
         {"mask": 0b100},
     ):
@@ -191,14 +192,22 @@ def test_gradient_of_a_hidden_layer(use):
     use("hopper")
     m, hidden, k, n = 256, 128, 64, 40
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16)
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
-    given = (empty(m, n), empty(m, k), empty(hidden, k), empty(m, hidden), empty(m, hidden))
-    silu = ACTIVATIONS["silu"]
-    plan = ops.mlp_backward_plan(*given, empty(n, hidden), silu, 0b11111, False)
+    mask = empty(m, 16, dtype=torch.uint8)
+    given = (empty(m, n), empty(m, k), empty(hidden, k), mask, empty(m, hidden))
+    relu = ACTIVATIONS["relu"]
+    plan = ops.mlp_backward_plan(*given, empty(n, hidden), relu, 0b11111, False)
     second = ["column_sums_kernel", "cublasLtMatmul"]  # db2, dw2
     assert kernels(steps_of(plan)) == [*second, "cublasLtMatmul", OWN_BWD]
+
+
+def test_a_gradient_of_many_rows_and_few_inputs_is_our_own(use):
+    for m, n, k in ((65536, 1024, 480), (65536, 512, 16), (65536, 256, 512), (65536, 1024, 1024)):
+        assert kernels(backward(m=m, n=n, k=k)) == [OWN_BWD]
+    for m, n, k in ((8192, 3072, 768), (65536, 128, 256), (65536, 1024, 4096)):
+        assert OWN_BWD not in kernels(backward(m=m, n=n, k=k))
 
 
 def test_the_gradient_of_the_weight_is_split(use):
