@@ -27,7 +27,7 @@ Common to ``linear_act``, ``linear_residual`` and ``mlp``:
   Differentiable once: a double backward raises.
 - Memory, in elements: forward ``M K + N K + M N`` with ``M`` rows of ``x``, and ``M N`` (relu:
   ``M N / 8`` bytes) more where that is saved; backward each operand once for each of the two
-  products, and what was saved.
+  products, and what was saved (16-bit layers of one output: ``x`` and its gradient once).
 - ``TypeError``: an operand that is no floating tensor, or of another dtype. ``ValueError``: a shape
   or device that does not fit, an unknown activation. The message names function and argument.
 """
