@@ -277,5 +277,7 @@ def _speedups(plt: Any, results: Results, cases: Sequence[str]) -> Any:
         axis.set_xticks(range(len(cases)), cases, rotation=25, ha="right", fontsize=8)
         axis.set_title(title)
     axes[0].set_ylabel("times faster than eager")
-    axes[0].legend(fontsize=8)
+    # Above the axes: in them it would lie on the bars.
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(greys), fontsize=8)
     return figure
