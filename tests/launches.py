@@ -1,11 +1,13 @@
 """Calls on a GPU: on another stream than the current one, in a graph, and without waiting."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import pytest
 import torch
+from reference import poison
+from torch import Tensor
 
 import fusedcuda
 
@@ -35,6 +37,19 @@ def captured(function: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Res
     with torch.cuda.graph(graph):
         results = function()
     return graph, results
+
+
+def check_replays(function: Callable[[], Sequence[Tensor]]) -> None:
+    """Replays of the call in a graph write what it returns, to the last bit, whatever is in memory
+    that was freed since."""
+    expected = function()
+    graph, outputs = captured(function)
+    for _ in range(3):
+        for output in outputs:
+            output.fill_(torch.nan)
+        poison("cuda", *[1 << 20] * 8)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from launches import check_replays
 from linears import backend, check_kernel, check_linear, check_mlp, exact, operands, weights
 from reference import ACTIVATIONS, leaf
 from torch import Tensor
@@ -159,17 +160,4 @@ def test_in_a_graph_and_beside_other_work():
         y = fusedcuda.linear_act(*given, "relu")
         return [y.detach(), *torch.autograd.grad(y, given, dy)]
 
-    expected = run()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(3):
-        for tensor in captured:
-            tensor.fill_(torch.nan)
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    check_replays(run)

@@ -17,6 +17,7 @@ import torch
 import fusedcuda
 from bench.cases import forced
 from bench.timing import Call, CudaBackend, Replay, cycles_for
+from bench.tuning.inputs import new
 from fusedcuda.ops._activations import activation_code
 
 BACKENDS = ("measured", "hopper", "cublaslt")
@@ -45,8 +46,8 @@ def shapes(rows: Sequence[int]) -> Iterator[Shape]:
 def operands(shape: Shape, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
     """x, weight, bias and dy, each time others."""
     for _ in range(count):
-        sizes = ((shape.m, shape.k), (shape.n, shape.k), (shape.n,), (shape.m, shape.n))
-        yield tuple(torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+        m, k, n = shape.m, shape.k, shape.n
+        yield new(m, k), new(n, k), new(n), new(m, n)
 
 
 def calls(

@@ -15,14 +15,11 @@ import torch
 from torch.profiler import record_function
 
 import fusedcuda
+from bench.tuning.inputs import new
 from examples.traces import BACKWARD, FORWARD, profiled
 
 FEATURES, RANK, WARMUPS = 4096, 16, 5
 LAYERS = {"8192_rows": (8192, 0.0), "8192_rows_dropout": (8192, 0.1), "16_rows": (16, 0.0)}
-
-
-def new(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def trace(name: str, rows: int, dropout_p: float, folder: Path) -> None:

@@ -52,7 +52,7 @@ inline CrossEntropyBwdConfig choose_cross_entropy_bwd_config(const CrossEntropyB
   row.path = RowPath::kRegister;
   row.aligned = rows_are_aligned(matrices, 2, params.columns, size_of(params.dtype)) &&
                 is_aligned(params.weight);
-  row.vec = params.dtype == DType::kFloat64 ? 1 : kVectorBytes / size_of(params.dtype);
+  row.vec = vector_width(params.dtype);
   row.items = kCrossEntropyBwdItems;
   row.dependent_launch = device.dependent_launch;
   const int64_t vectors = ceil_div(params.columns + (row.aligned ? 0 : row.vec - 1), row.vec);

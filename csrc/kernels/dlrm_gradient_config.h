@@ -57,7 +57,7 @@ inline TableGradientWorkspace divide_workspace(const TableGradientParams& p,
     parts.sorted[i] = take(p.items * static_cast<int64_t>(sizeof(IndexedRow)));
   parts.counts = take(digits * config.tiles * word);
   parts.totals = take(digits * word);
-  const int64_t bytes_of_sum = p.dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t bytes_of_sum = compute_size_of(p.dtype);
   for (int level = 1; level < config.levels; ++level) {
     const int64_t items = config.level_items[level];
     parts.rows[level] = take(items * word);

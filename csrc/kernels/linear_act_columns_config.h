@@ -65,8 +65,7 @@ inline ColumnSumsConfig choose_column_sums_config(const ColumnSumsParams& params
   if (rounds > kFewRounds)
     config.slices = static_cast<int>(std::clamp<int64_t>(resident / of_columns, 1, rounds));
   if (config.slices > 1) {
-    const int64_t bytes = p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
-    config.workspace_bytes = config.slices * params.batch * p.n * bytes;
+    config.workspace_bytes = config.slices * params.batch * p.n * compute_size_of(p.dtype);
   }
   return config;
 }

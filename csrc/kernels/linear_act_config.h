@@ -225,12 +225,11 @@ inline LinearActBwdConfig choose_linear_act_bwd_config(const LinearActBwdParams&
 // 480, 1.17; x 256 x 512, 1.11; x 512 x 1024, 1.05; x 1024 x 1024, 1.02; x 4096 x 1024, 1.0; x 3072
 // x 768, 0.98; x 1024 x 4096, 0.94; 8192 x 512 x 1024 to 4096 x 1024, 0.94 to 0.91, x 3072 x 768,
 // 0.82; 2048 x 1024 x 4096, 0.88. A product of ours takes a fifth longer, for which it saves a pass
-// over dy; the pass is short where the products are long (k) and where dz stays in the L2.
-inline bool hopper_is_faster(const LinearActBwdParams& params, const DeviceTraits& device) {
+// over dy; the pass is short where the products are long (k) and where dz stays in the L2. (So many
+// rows are 128 tiles of clusters or more, which keep a Hopper GPU busy.)
+inline bool hopper_is_faster(const LinearActBwdParams& params, const DeviceTraits& /*device*/) {
   constexpr int64_t kManyRows = 32768, kMostInputs = 1024, kFewestOutputs = 4 * kGemmK;
-  if (params.m < kManyRows || params.k > kMostInputs || params.n < kFewestOutputs) return false;
-  const GemmConfig dx = linear_act::choose_bwd_product(params.m, params.k, params.n, 1, device);
-  return gemm::count_tiles(params.m, params.k, dx) >= gemm::resident_clusters(device, dx);
+  return params.m >= kManyRows && params.k <= kMostInputs && params.n >= kFewestOutputs;
 }
 
 }  // namespace fusedcuda

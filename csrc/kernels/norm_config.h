@@ -135,7 +135,7 @@ inline NormConfig choose_norm_config(const NormParams& params, const DeviceTrait
   const bool aligned = rows_are_aligned(matrices, 4, params.columns, size_of(params.dtype)) &&
                        is_aligned(params.weight.data) && is_aligned(params.bias.data);
   const bool is_rms = params.kind == NormKind::kRms;
-  const int value_size = params.dtype == DType::kFloat64 ? 8 : 4;
+  const int value_size = compute_size_of(params.dtype);
   NormConfig config;
   // A row in one block up to 512 threads: 263 instead of 279 by a cluster of two (16,384 columns).
   // LayerNorm, which synchronises twice, gains by the cluster: 298 instead of 307.
@@ -188,7 +188,7 @@ inline NormConfig choose_norm_bwd_config(const NormBwdParams& params, const Devi
   const RowMatrix matrices[] = {params.h, params.dy, params.dh, params.dx};
   const bool aligned = rows_are_aligned(matrices, 4, params.columns, size_of(params.dtype));
   const bool is_rms = params.kind == NormKind::kRms;
-  const int value_size = params.dtype == DType::kFloat64 ? 8 : 4;
+  const int value_size = compute_size_of(params.dtype);
   const int num_sums = (params.dweight.data != nullptr) + (params.dbias.data != nullptr);
   NormConfig config;
   RowConfig& row = config.row;

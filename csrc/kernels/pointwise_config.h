@@ -17,10 +17,6 @@ constexpr int kSumTileX = 32;
 
 constexpr int64_t kMaxGridY = 65535;
 
-inline int vector_width_of(DType dtype) {
-  return dtype == DType::kFloat64 ? 1 : kVectorBytes / size_of(dtype);
-}
-
 // Whether a thread can take `vec` columns of every tensor at once: the innermost dimension has
 // whole vectors (a single row without sums may leave a rest), and each tensor either has them side
 // by side and aligned, or is constant along them.
@@ -96,7 +92,7 @@ inline void choose_access(const PointwiseParams& params, int num_inputs, unsigne
       plan->access[t] = params.tensors[t].data == nullptr ? Access::kNumber : Access::kElement;
     }
   }
-  const int width = vector_width_of(params.dtype);
+  const int width = vector_width(params.dtype);
   if (width == 1 || !fits_vectors(params, *plan, num_inputs, width)) {
     choose_access_without_vectors(params, num_inputs, width, plan);
     return;
@@ -242,7 +238,7 @@ inline bool choose_pointwise_config(const PointwiseParams& params, const DeviceT
   if (plan->space.numel() == 0) return true;
   if (is_linear(params, *plan)) {
     plan->path = PointwisePath::kLinear;
-    plan->vec = vector_width_of(params.dtype);
+    plan->vec = vector_width(params.dtype);
     plan->rows = 1;
     plan->columns = plan->space.numel();
     for (int t = 0; t <= output; ++t) {
@@ -258,7 +254,7 @@ inline bool choose_pointwise_config(const PointwiseParams& params, const DeviceT
   plan->split = std::max(plan->space.num_dims - 1, 0);
   count_rows_and_columns(plan);
   choose_access(params, output, 1, plan);
-  choose_grid(device, vector_width_of(params.dtype), plan);
+  choose_grid(device, vector_width(params.dtype), plan);
   return true;
 }
 
@@ -346,10 +342,10 @@ inline bool choose_pointwise_bwd_config(const PointwiseParams& params, unsigned 
   for (int k = 0; k < n; ++k) written |= (plan->gradients[k] == GradientKind::kFull) << k;
   choose_access(params, n + 1, written, plan);
   if (plan->path == PointwisePath::kBroadcast || plan->path == PointwisePath::kFlat) {
-    choose_grid(device, vector_width_of(params.dtype), plan);
+    choose_grid(device, vector_width(params.dtype), plan);
     return true;
   }
-  choose_sum_grid(device, params.op, vector_width_of(params.dtype), plan);
+  choose_sum_grid(device, params.op, vector_width(params.dtype), plan);
   int64_t most_values = 1;
   for (int k = 0; k < n; ++k) {
     switch (plan->gradients[k]) {

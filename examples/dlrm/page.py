@@ -251,8 +251,7 @@ def _stacks(
         axis.grid(axis="y", visible=False)
     words = {COUNTED: "bytes", MEASURED: "kernel time"}[source]
     axes[-1, 0].set_xlabel(f"{words} of a training step, eager PyTorch = 1")
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=len(KINDS), fontsize=8)
+    _legend_above(figure, axes[0, 0])
     return figure
 
 
@@ -277,7 +276,11 @@ def _speedups(plt: Any, results: Results, cases: Sequence[str]) -> Any:
         axis.set_xticks(range(len(cases)), cases, rotation=25, ha="right", fontsize=8)
         axis.set_title(title)
     axes[0].set_ylabel("times faster than eager")
-    # Above the axes: in them it would lie on the bars.
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=len(greys), fontsize=8)
+    _legend_above(figure, axes[0])
     return figure
+
+
+def _legend_above(figure: Any, axis: Any) -> None:
+    """That of one of the axes, in a line above all of them: in them it would lie on the bars."""
+    handles, names = axis.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(names), fontsize=8)

@@ -24,7 +24,7 @@ struct Call {
 template <typename Config, typename Params>
 Config launch(cudaError_t (*launcher)(const Params&, const Config&, void*, cudaStream_t),
               const Params& params, const Config& config, Call* call) {
-  const size_t itemsize = params.dtype == DType::kFloat64 ? 8 : 4;
+  const size_t itemsize = compute_size_of(params.dtype);
   const emulation::Workspace workspace(config.workspace_size * itemsize);
   emulation::check_launch(launcher(params, config, workspace.data(), nullptr));
   workspace.check();

@@ -137,8 +137,7 @@ Params rows_of(const Call& call) {
 template <typename Params, typename Config>
 void launch(cudaError_t (*launcher)(const Params&, const Config&, void*, cudaStream_t),
             const Params& p, const Config& config, Call* call) {
-  const emulation::Workspace workspace(config.workspace_size *
-                                       (p.dtype == DType::kFloat64 ? 8 : 4));
+  const emulation::Workspace workspace(config.workspace_size * compute_size_of(p.dtype));
   emulation::check_launch(launcher(p, config, workspace.data(), nullptr));
   workspace.check();
   call->aligned = config.aligned;

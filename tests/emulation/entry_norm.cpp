@@ -76,7 +76,7 @@ NormConfig backward(const Call& call) {
   params.dbias = call.dbias;
   const NormConfig config = choose_norm_bwd_config(params, traits_of(call));
   if (call.only_choose) return config;
-  const size_t value_size = params.dtype == DType::kFloat64 ? 8 : 4;
+  const size_t value_size = compute_size_of(params.dtype);
   const emulation::Workspace workspace(config.workspace_size * value_size);
   emulation::check_launch(launch_norm_bwd(params, config, workspace.data(), nullptr));
   workspace.check();

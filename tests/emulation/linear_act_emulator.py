@@ -165,34 +165,40 @@ class LinearActEmulator(Library):
             empty(x is not None and bias, n),
         ]
 
-        def call(
-            dy: Tensor,
-            saved: Tensor,
-            x: Tensor | None,
-            weight: Tensor | None,
-            dx: Tensor | None,
-            dweight: Tensor | None,
-            dbias: Tensor | None,
-        ) -> ctypes.Structure:
-            call = _Call(
-                kind=GRADIENT,
-                dtype=DTYPES.index(dy.dtype),
-                m=m,
-                n=n,
-                k=k,
-                saved=address(saved),
-                dweight=address(dweight),
-                dbias=address(dbias),
-                num_sms=self.num_sms,
-                dx_columns=self.columns,
-                dweight_columns=self.columns,
-                splits=self.splits,
-            )
-            for name, matrix in (("dy", dy), ("x", x), ("weight", weight), ("dx", dx)):
-                call.set_matrix(name, matrix)
+        def call(*tensors: Tensor | None) -> ctypes.Structure:
+            call = self._gradient_call(GRADIENT, m, k, *tensors)
+            call.n, call.splits = n, self.splits
+            call.dx_columns = call.dweight_columns = self.columns
             return call
 
         return self.run("linear_act_bwd", call, [dy, saved, x, weight], outputs)
+
+    def _gradient_call(
+        self,
+        kind: int,
+        m: int,
+        k: int,
+        dy: Tensor,
+        saved: Tensor | None,
+        x: Tensor | None,
+        weight: Tensor | None,
+        dx: Tensor | None,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+    ) -> _Call:
+        call = _Call(
+            kind=kind,
+            dtype=DTYPES.index(dy.dtype),
+            m=m,
+            k=k,
+            saved=address(saved),
+            dweight=address(dweight),
+            dbias=address(dbias),
+            num_sms=self.num_sms,
+        )
+        for name, matrix in (("dy", dy), ("x", x), ("weight", weight), ("dx", dx)):
+            call.set_matrix(name, matrix)
+        return call
 
     def act_rows(
         self,
@@ -303,32 +309,14 @@ class LinearActEmulator(Library):
         dweight = None if x is None else torch.empty(k, dtype=dy.dtype)
         outputs = [dx, dweight, torch.empty(1, dtype=dy.dtype) if bias else None]
 
-        def call(
-            dy: Tensor,
-            x: Tensor | None,
-            weight: Tensor | None,
-            saved: Tensor | None,
-            dx: Tensor | None,
-            dweight: Tensor | None,
-            dbias: Tensor | None,
-        ) -> ctypes.Structure:
-            call = _Call(
-                kind=ONE_OUTPUT,
-                dtype=DTYPES.index(dy.dtype),
-                saves=saves,
-                m=m,
-                k=k,
-                saved=address(saved),
-                dweight=address(dweight),
-                dbias=address(dbias),
-                num_sms=self.num_sms,
-            )
-            for name, matrix in (("dy", dy), ("x", x), ("dx", dx)):
-                call.set_matrix(name, matrix)
-            call.set_matrix("weight", None if weight is None else weight.T)
+        def call(*tensors: Tensor | None) -> ctypes.Structure:
+            call = self._gradient_call(ONE_OUTPUT, m, k, *tensors)
+            call.saves = saves
+            if (row := tensors[3]) is not None:
+                call.weight_stride = row.stride(1)  # from one element of the weight to the next
             return call
 
-        inputs = [dy, x, weight, saved]
+        inputs = [dy, saved, x, weight]
         return self.run("one_output_bwd", call, inputs, outputs, self._remember)
 
     def choose_one_output(

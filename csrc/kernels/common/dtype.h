@@ -19,7 +19,10 @@ inline int size_of(DType dtype) {
   }
 }
 
-// Elements of such a load, as kVectorWidth in vec.cuh; float64 goes one by one.
+// Bytes of what a type is computed in: float64, or float32.
+inline int compute_size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
+
+// Elements of the widest load, as kVectorWidth in vec.cuh; float64 goes one by one.
 inline int vector_width(DType dtype) {
   return dtype == DType::kFloat64 ? 1 : kVectorBytes / size_of(dtype);
 }

@@ -43,9 +43,7 @@ struct OneOutputConfig {
   int64_t workspace_size = 0;  // in elements of what is computed in
   bool dependent_launch = false;
 
-  int64_t workspace_bytes(DType dtype) const {
-    return workspace_size * (dtype == DType::kFloat64 ? 8 : 4);
-  }
+  int64_t workspace_bytes(DType dtype) const { return workspace_size * compute_size_of(dtype); }
 };
 
 // As many blocks as run at the same time, with the same number of rows a thread, but for the last
