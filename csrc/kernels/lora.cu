@@ -26,6 +26,7 @@
 #include "lora_branch.cuh"
 #include "lora_decode.cuh"
 #include "lora_down.cuh"
+#include "lora_pass.cuh"
 #include "lora_product.cuh"
 #include "lora_up.cuh"
 
@@ -178,6 +179,13 @@ cudaError_t launch_lora_up(const LoraUpParams& params, const LoraConfig& config,
   if (config.is_empty()) return cudaSuccess;
   return lora::with_half_type(params.dtype, [&](auto type) {
     return lora::up<typename decltype(type)::type>(params, config, workspace, stream);
+  });
+}
+
+cudaError_t launch_lora_pass(const LoraPassParams& params, const LoraPassConfig& config,
+                             void* workspace, cudaStream_t stream) {
+  return lora::with_half_type(params.dtype, [&](auto type) {
+    return lora_pass::run<typename decltype(type)::type>(params, config, workspace, stream);
   });
 }
 

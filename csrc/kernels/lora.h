@@ -89,6 +89,28 @@ struct LoraProductParams {
   float* parts = nullptr;
 };
 
+// What one pass over x gives (lora_pass.cuh): `down` = down_scale * dropout(x) @ factor, `up` =
+// up_scale * dropout(x).T @ t, or both without dropout.
+struct LoraPassParams {
+  DType dtype = DType::kBFloat16;  // of x, factor, t and down: 16 bits
+  int64_t rows = 0;
+  int columns = 0;
+  int rank = 0;
+  RowMatrix x;
+  LoraDropout dropout;
+  // For `down`: rank x columns, stored rank by rank; with `up` columns x lora_pitch(rank).
+  const void* factor = nullptr;
+  int64_t factor_stride = 0;
+  float down_scale = 1;
+  void* down = nullptr;  // [rows, lora_pitch(rank)], contiguous; null: not wanted
+  // For `up`: as lora_down leaves it, aligned to 16 bytes.
+  const void* t = nullptr;
+  float up_scale = 1;
+  DType up_dtype = DType::kBFloat16;  // the same as the others, or float32
+  bool transposed = false;            // `up` has its ranks side by side
+  void* up = nullptr;  // [rank, columns] or [columns, rank], contiguous; null: not wanted
+};
+
 // One launch of a product, as lora_config.h chooses it and the plans print it. What is multiplied
 // passes through shared memory in stages, of which each has a piece of x and one of the other
 // factor (of lora_up: t).
@@ -117,6 +139,11 @@ cudaError_t launch_lora_up(const LoraUpParams& params, const LoraConfig& config,
                            cudaStream_t stream);
 cudaError_t launch_lora_dropout(const LoraDropoutParams& params, const DeviceTraits& device,
                                 cudaStream_t stream);
+
+// Of what lora_pass_can_run() accepts (lora_pass_config.h).
+struct LoraPassConfig;
+cudaError_t launch_lora_pass(const LoraPassParams& params, const LoraPassConfig& config,
+                             void* workspace, cudaStream_t stream);
 
 // Of what narrow_can_run() accepts; by `rows.config`.
 cudaError_t launch_lora_branch(const LoraBranchParams& params, bool dependent, cudaStream_t stream);

@@ -168,6 +168,26 @@ def lora_branch(t: Tensor, factor: Tensor, seed: Tensor, dropout_p: float) -> li
     return [output.copy_(torch.where(keep_mask(seed, output.shape, dropout_p), value, 0.0))]
 
 
+def lora_pass(
+    x: Tensor,
+    factor: Tensor | None,
+    t: Tensor | None,
+    seed: Tensor | None,
+    rank: int,
+    scale: float,
+    dropout_p: float,
+    transposed: bool,
+    in_float32: bool,
+) -> list[Tensor]:
+    lora_pass_fake(x, factor, t, seed, rank, scale, dropout_p, transposed, in_float32)
+    outputs = []
+    if factor is not None:
+        outputs.append(lora_down(x, factor[:rank], seed, scale, dropout_p))
+    if t is not None:
+        outputs.append(lora_up(t, x, seed, rank, dropout_p, transposed, in_float32))
+    return outputs
+
+
 def _transposed_product(
     t: Tensor, x: Tensor, rank: int, seed: Tensor | None, dropout_p: float
 ) -> Tensor:
@@ -308,6 +328,34 @@ def lora_up_fake(
     _check_seed(op, seed, x)
     shape = (x.shape[1], rank) if transposed else (rank, x.shape[1])
     return x.new_empty(shape, dtype=torch.float32 if in_float32 else x.dtype)
+
+
+def lora_pass_fake(
+    x: Tensor,
+    factor: Tensor | None,
+    t: Tensor | None,
+    seed: Tensor | None,
+    rank: int,
+    scale: float,
+    dropout_p: float,
+    transposed: bool,
+    in_float32: bool,
+) -> list[Tensor]:
+    op = "lora_pass"
+    check_matrix(op, "x", x)
+    _check_rank(op, "factor", rank)
+    if factor is None and t is None:
+        raise ValueError(f"{op}: factor or t must be given")
+    _check_seed(op, seed, x)
+    outputs = []
+    if factor is not None:
+        check_operand(op, "factor", factor, x)
+        check_shape(op, "factor", factor, (rank if t is None else pitch_of(rank), x.shape[1]))
+        outputs.append(x.new_empty(x.shape[0], pitch_of(rank)))
+    if t is not None:
+        check_operand(op, "t", t, x)
+        outputs.append(lora_up_fake(t, x, seed, rank, dropout_p, transposed, in_float32))
+    return outputs
 
 
 def lora_product_fake(

@@ -228,6 +228,15 @@ _define(
 _define("lora_dropout(Tensor x, Tensor seed, float dropout_p) -> Tensor", 2)
 # [dropout(t @ factor)] of factor (columns of t, K), or [] where there is no kernel for that.
 _define("lora_branch(Tensor t, Tensor factor, Tensor seed, float dropout_p) -> Tensor[]", 3)
+# Of one pass over x, those of [scale * dropout(x) @ factor.T, t.T @ dropout(x) or transposed] that
+# are asked for: of factor the first, in the shape of lora_down's result, of t the second; [] where
+# there is no kernel for that. factor is (rank, K) by rows, or with t (rank rounded up to 8, K) by
+# columns. Both are of x's dtype.
+_define(
+    "lora_pass(Tensor x, Tensor? factor, Tensor? t, Tensor? seed, int rank, float scale, "
+    "float dropout_p, bool transposed, bool in_float32) -> Tensor[]",
+    4,
+)
 # [x @ weight.T + bias + t @ up.T, t] with t = scale * x @ down.T, in one launch; [] where there is
 # no kernel for that. x is a matrix, down (r, K); up (N, r rounded up to 8) lies as the weight does.
 _define(
@@ -255,6 +264,10 @@ define_host(
 )
 define_host(
     "lora_branch_plan(Tensor t, Tensor factor, Tensor seed, float dropout_p, int num_sms) -> str"
+)
+define_host(
+    "lora_pass_plan(Tensor x, Tensor? factor, Tensor? t, Tensor? seed, int rank, float scale, "
+    "float dropout_p, bool transposed, bool in_float32, int num_sms) -> str"
 )
 define_host(
     "lora_product_plan(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float scale, "
