@@ -174,8 +174,11 @@ def _describe_backward(parts: Parts, layer: _Layer) -> None:
     in_one_launch = launch == "lora_product" and _add_one_launch(
         parts, launch, product, lora_b.T, scale, NONE
     )
+    has_db = False
     if not in_one_launch:
-        _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
+        has_db = _add_both(parts, dz, t, lora_b, scale)
+        if not has_db:
+            _add_down(parts, "gradient of t", dz, lora_b.T, None, scale, 0.0)
         in_one = cuda.choose_path() in cuda.IN_ONE_PRODUCT and seed is None
         if not (in_one and _add_extended(parts, product, NONE)):
             _add_dx_and_branch(parts, product, seed, dropout_p)
@@ -184,7 +187,8 @@ def _describe_backward(parts: Parts, layer: _Layer) -> None:
     if bias is not None and bias.requires_grad:
         parts.add(_cublas("sum of dz"), [dz, bias], "  gradient of bias: as linear_act's")
     _add_up(parts, "lora_a", t, rows, lora_a, seed, dropout_p, transposed=False)
-    _add_up(parts, "lora_b", t, dz, lora_b, None, 0.0, transposed=True)
+    if not has_db:
+        _add_up(parts, "lora_b", t, dz, lora_b, None, 0.0, transposed=True)
 
 
 def _add_dx_and_branch(
@@ -271,6 +275,10 @@ def _add_down(
     dropout_p: float,
 ) -> None:
     t = reference.lora_down_fake(x, factor, seed, scale, dropout_p)
+    if cuda.down_by_pass(x, factor, seed is not None):
+        given = cuda.down_arguments(x, factor, seed, scale, dropout_p)
+        if _add_pass(parts, what, given, [x, factor, t]):
+            return
     if why := cuda.why_down_by_cublas(x, factor, seed is not None):
         _add_cublas(parts, what, [x, factor, t], x, seed, why)
         return
@@ -278,6 +286,27 @@ def _add_down(
     plan = ask(family.FAMILY, *arguments, plan="lora_down_plan")
     passes = plan["chunks"]
     _add_plan(parts, plan, what, [factor, t, *[x] * passes], x, has_sum=plan["splits"] > 1)
+
+
+def _add_both(parts: Parts, dz: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> bool:
+    if not cuda.both_by_pass(dz, lora_b.shape[1]):
+        return False
+    given = cuda.both_arguments(dz, t, lora_b.detach(), scale)
+    return _add_pass(parts, "gradients of t and lora_b", given, [dz, t, t, lora_b, lora_b])
+
+
+def _add_pass(
+    parts: Parts, what: str, arguments: tuple[Any, ...], tensors: list[Tensor | None]
+) -> bool:
+    """One pass over x, if there is a kernel for that."""
+    _jit.load(family.FAMILY)
+    text = torch.ops.fusedcuda.lora_pass_plan(*arguments, multiprocessors())
+    if not text:
+        return False
+    plan = {"op": "lora_pass", "kernels": 2, "copies": []} | json.loads(text)
+    line = f"  {what}: one pass by tensor cores, {plan['blocks']} blocks, and a sum of its parts"
+    parts.add(plan, tensors, line)
+    return True
 
 
 def _add_up(
@@ -292,10 +321,14 @@ def _add_up(
 ) -> None:
     what = f"gradient of {name}"
     rank = parameter.shape[1 if transposed else 0]
+    in_float32 = parameter.dtype == torch.float32
+    if cuda.up_by_pass(t, x, parameter, rank, seed is not None):
+        given = (x, None, t, seed, rank, 1.0, dropout_p, transposed, in_float32)
+        if _add_pass(parts, what, given, [x, t, parameter]):
+            return
     if why := cuda.why_up_by_cublas(t, x, parameter, rank, seed is not None):
         _add_cublas(parts, what, [t, x, parameter], x, seed, why)
         return
-    in_float32 = parameter.dtype == torch.float32
     arguments = (t, x, seed, rank, dropout_p, transposed, in_float32, multiprocessors())
     plan = ask(family.FAMILY, *arguments, plan="lora_up_plan")
     _add_plan(parts, plan, what, [t, parameter, *[x] * plan["chunks"]], x, has_sum=True)

@@ -62,10 +62,34 @@ def test_one_product_of_both():
     backward = explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True)
     assert "with 16 more products in each sum: the branch" in str(backward)
     assert backward.kernels == 1 + 1 + 2
-    # Ranks that are no multiple of 8: by our own kernels, with a sum of parts each.
+    # Ranks that are no multiple of 8: by our own kernels, with a sum of parts each; both gradients
+    # of dz from one pass over it.
     few = [lora_a[:5], lora_b[:, :5]]
     backward = explain(lora_linear, x, weight, *few, scale, backward=True)
-    assert backward.kernels == 1 + 1 + 2 * 2
+    assert backward.kernels == 2 + 1 + 2
+    assert "gradients of t and lora_b: one pass by tensor cores" in str(backward)
+    assert "gradient of lora_a: one pass by tensor cores" in str(backward)
+    # Factors in float32: their gradients are in float32, which cuBLAS does not give.
+    masters = [factor.float() for factor in (lora_a, lora_b)]
+    text = str(explain(lora_linear, x, weight, *masters, scale, backward=True))
+    assert "gradient of lora_a: one pass" in text
+    assert "gradient of lora_b: one pass" in text
+
+
+@pytest.mark.usefixtures("hopper")
+def test_both_gradients_of_dz_from_one_pass():
+    x, weight, lora_a, lora_b, scale = operands(n=2048)
+    backward = explain(lora_linear, x, weight, lora_a, lora_b, scale, backward=True)
+    assert backward.kernels == 2 + 1 + 1
+    dy, t = 8192 * 2048 * 2, 8192 * 16 * 2
+    factors = 2 * lora_b.nbytes + 2 * lora_a.nbytes  # read, and their gradients
+    dx = x.nbytes + weight.nbytes
+    assert backward.bytes_moved == 2 * dy + x.nbytes + dx + factors + 4 * t
+    assert "gradients of t and lora_b: one pass" in str(backward)
+    # More ranks, and shorter rows: by cuBLAS.
+    for fields in ({"n": 2048, "rank": 64}, {"n": 1024}):
+        text = str(explain(lora_linear, *operands(**fields), backward=True))
+        assert "gradient of lora_b: cuBLAS" in text
 
 
 def test_forward_apart(use):
@@ -135,13 +159,21 @@ def test_backward(use):
     assert "the branch's part by cuBLAS, dropout by a kernel of its own" in str(dropped)
 
 
-def test_t_by_our_own_kernel():
-    x, weight, lora_a, lora_b, scale = operands(rank=5)
-    text = str(explain(lora_linear, x, weight, lora_a, lora_b, scale))
-    assert "t: 128 blocks of 256 threads, products by tensor cores" in text
-    x, weight, lora_a, lora_b, scale = operands()
+def test_t_by_our_own_kernels():
     drops = {"dropout_p": 0.1, "training": True}
-    assert "t: 128 blocks" in str(explain(lora_linear, x, weight, lora_a, lora_b, scale, **drops))
+    for given, options in (
+        (operands(rank=5), {}),
+        (operands(), drops),
+        (operands(m=256), {}),
+        (operands(k=14336), {}),
+    ):
+        text = str(explain(lora_linear, *given, **options))
+        assert "t: one pass by tensor cores" in text
+    text = str(explain(lora_linear, *operands(), backward=True, **drops))
+    assert "gradient of lora_a: one pass" in text
+    for rows, rank, blocks in ((200, 16, 26), (8192, 72, 256)):
+        text = str(explain(lora_linear, *operands(m=rows, rank=rank), **drops))
+        assert f"t: {blocks} blocks of 256 threads, products by tensor cores" in text
 
 
 def test_why_it_is_not_at_its_fastest():

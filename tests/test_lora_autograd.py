@@ -202,3 +202,9 @@ def test_opcheck_of_the_parts(with_seed, device):
         # What there is a kernel for: for others it returns nothing.
         factor = torch.randn(8, 16, dtype=BF16, device=device)
         opcheck(_ops.lora_branch.default, (t, factor, seed, 0.25))
+    x, lora_a = (torch.randn(rows, 16, dtype=BF16, device=device) for rows in (6, 3))
+    opcheck(_ops.lora_pass.default, (x, lora_a, None, seed, 3, 0.5, 0.25, False, False))
+    opcheck(_ops.lora_pass.default, (x, None, t, seed, 3, 0.5, 0.25, True, True))
+    if not with_seed:
+        by_columns = torch.randn(16, 8, dtype=BF16, device=device).T
+        opcheck(_ops.lora_pass.default, (x, by_columns, t, None, 3, 0.5, 0.0, True, False))

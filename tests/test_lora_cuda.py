@@ -63,6 +63,41 @@ def test_up_equals_the_reference_to_the_last_bit(dtype, rank, transposed):
                 assert torch.equal(_ops.lora_up(*arguments), on_cpu("lora_up", *arguments))
 
 
+@pytest.mark.parametrize("rank", [1, 5, 16, 24, 33, 64])
+@every_half
+def test_a_pass_equals_the_reference_to_the_last_bit(dtype, rank):
+    """One line of tiles and many, ends of rows and columns inside of them; a pitch."""
+    fusedcuda.load("lora")
+    seed, pitch = torch.tensor([2**40 + 3], device="cuda"), -(-rank // 8) * 8
+    for rows, columns in ((1, 8), (300, 8200), (2048, 4096), (9000, 136)):
+        x = small(rows, columns + 8, dtype=dtype)[:, :columns]
+        t, lora_b = (small(n, pitch, dtype=dtype) for n in (rows, columns))
+        t[:, rank:], lora_b[:, rank:] = 0, 0
+        lora_a = small(rank, columns, dtype=dtype)
+        calls = [(x, lora_b.T, t, None, rank, 0.5, 0.0, True, True)]
+        for given in (None, seed):
+            calls.append((x, lora_a, None, given, rank, 0.5, 0.5, False, False))
+            calls.append((x, None, t, given, rank, 0.5, 0.5, False, True))
+        for call in calls:
+            there = [a.cpu() if isinstance(a, Tensor) else a for a in call]
+            expected = _ops.lora_pass(*there)
+            poison("cuda", 2 * rank * (rows + columns))
+            for _ in range(2):
+                for actual, wanted in zip(_ops.lora_pass(*call), expected, strict=True):
+                    assert torch.equal(actual.cpu(), wanted)
+
+
+@pytest.mark.parametrize("lora_dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize(("n", "rank"), [(2048, 16), (2048, 5), (2048, 40), (520, 16), (520, 5)])
+def test_layers_whose_skinny_products_are_passes(n, rank, dropout_p, lora_dtype):
+    options = {"dtype": BF16, "lora_dtype": lora_dtype, "device": "cuda"}
+    layer = random_layer(300, n=n, k=1032, rank=rank, **options)
+    check_lora(layer, 0.5, dropout_p=dropout_p)
+    for wrt in (["x"], ["lora_a"], ["lora_b"], ["lora_a", "lora_b"]):
+        check_lora(layer, 0.5, "silu", dropout_p=dropout_p, wrt=wrt)
+
+
 def check_decode(m: int, n: int, k: int, rank: int, dtype: torch.dtype) -> None:
     """Few are not zero, so that sums are exact: rounded once, as the reference rounds."""
 

@@ -129,6 +129,9 @@ def test_mlp_names_the_layer(device):
         fusedcuda.lora_mlp(x, good, down, "swish")
 
 
+_PASS = (1.0, 0.5, False, False)  # scale, dropout_p, transposed, in_float32
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "words"),
     [
@@ -143,6 +146,13 @@ def test_mlp_names_the_layer(device):
         ("lora_up", lambda x, a, t: (t, x, None, 513, 0.0, False, True), "1 to 512; got 513"),
         ("lora_dropout", lambda x, a, t: (x, t[0, :1], 0.5), "seed must be an int64"),
         ("lora_branch", lambda x, a, t: (t, x, t[0, :1].long(), 0.5), "factor must have shape"),
+        ("lora_pass", lambda x, a, t: (x, None, None, None, 3, *_PASS), "factor or t must be"),
+        ("lora_pass", lambda x, a, t: (x, a, None, None, 513, *_PASS), "1 to 512; got 513"),
+        ("lora_pass", lambda x, a, t: (x, a, t, None, 3, *_PASS), "factor must have shape"),
+        ("lora_pass", lambda x, a, t: (x, a[1:], None, None, 3, *_PASS), "factor must have shape"),
+        ("lora_pass", lambda x, a, t: (x, a.float(), None, None, 3, *_PASS), "factor must"),
+        ("lora_pass", lambda x, a, t: (x, None, t[1:], None, 3, *_PASS), "t must have shape"),
+        ("lora_pass", lambda x, a, t: (x, a, None, t[0, :1], 3, *_PASS), "seed must be an int64"),
     ],
 )
 def test_raw_operators(op, arguments, words, device):

@@ -235,3 +235,71 @@ def test_operands_of_few_rows_that_do_not_go_together():
         _ops.lora_decode_plan(
             empty(5, 72), empty(136, 72), None, empty(8, 72), empty(136, 8), 1.0, 99, H200_SMS
         )
+
+
+# ---- lora_pass -----------------------------------------------------------------------------------
+
+
+def one_pass(
+    x: Tensor,
+    rank: int,
+    down: bool = True,
+    up: bool = True,
+    factor: Tensor | None = None,
+    seed: Tensor | None = None,
+    num_sms: int = H200_SMS,
+) -> str:
+    """The plan's text; what the factor is may be given otherwise."""
+    pitch, columns = -(-rank // 8) * 8, x.shape[1]
+    if factor is None and down:
+        factor = empty(columns, pitch).T if up else empty(rank, columns)
+    t = empty(x.shape[0], pitch, dtype=x.dtype) if up else None
+    return _ops.lora_pass_plan(x, factor, t, seed, rank, 1.0, 0.5, True, False, num_sms)
+
+
+def test_a_pass_fills_the_card():
+    for rows in (2048, 8192):
+        for rank in (1, 16, 17, 64):
+            for down, up in ((True, True), (True, False), (False, True)):
+                plan = json.loads(one_pass(empty(rows, 4096), rank, down, up))
+                assert plan["blocks"] == H200_SMS
+                assert (plan["tile_rows"], plan["tile_columns"]) == (64, 256)
+    assert json.loads(one_pass(empty(300, 264), 8, up=False))["blocks"] == 5 * 2
+
+
+def test_lines_of_a_pass_and_their_parts():
+    """A sum for each line that a block has tiles of; of both, `down` leaves one for each line."""
+    x, rows, columns = empty(8192, 4096), 8192, 4096
+    plan = json.loads(one_pass(x, 16))
+    assert (plan["line_width"], plan["lines"]) == (512, 8)
+    assert plan["workspace"] == 16 * (8 * rows + (8 + H200_SMS) * 512)
+    plan = json.loads(one_pass(x, 24))
+    assert (plan["line_width"], plan["lines"]) == (256, 16)
+    assert plan["workspace"] == 24 * (16 * rows + (16 + H200_SMS) * 256)
+    plan = json.loads(one_pass(x, 16, down=False))
+    assert (plan["line_width"], plan["lines"]) == (256, columns // 256)
+    assert plan["workspace"] == 16 * (16 + H200_SMS) * 256
+    plan = json.loads(one_pass(x, 16, up=False))
+    assert (plan["line_width"], plan["lines"]) == (64, rows // 64)
+    assert plan["workspace"] == 16 * (128 + H200_SMS) * 64
+
+
+def test_where_there_is_no_pass():
+    x, seed = empty(300, 264), torch.zeros(1, dtype=torch.int64)
+    assert one_pass(x, 8)
+    assert one_pass(x, 8, up=False, seed=seed)
+    assert one_pass(empty(300, 272)[:, :264], 8)
+    assert one_pass(empty(1, 264).expand(1, 264), 8)
+    assert one_pass(x, 1, up=False, factor=empty(1, 300)[:, :264])
+    for text in (
+        one_pass(x, 8, seed=seed),
+        one_pass(x, 65),
+        one_pass(empty(300, 260), 8),
+        one_pass(layouts.shifted(x, 1), 8),
+        one_pass(empty(1, 264).expand(300, 264), 8),
+        one_pass(x, 8, factor=empty(8, 264)),
+        one_pass(x, 8, up=False, factor=empty(264, 8).T),
+        one_pass(x, 8, up=False, factor=layouts.shifted(empty(8, 264), 1)),
+        one_pass(empty(0, 264), 8),
+    ):
+        assert text == ""

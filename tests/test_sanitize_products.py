@@ -34,6 +34,25 @@ def test_lora_products(rank, k, dropout_p):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rank", [5, 16, 40, 64])
+def test_one_pass_over_x(rank):
+    """Blocks with parts of lines, and of several; rows and columns that end inside a tile."""
+    one_pass = torch.ops.fusedcuda.lora_pass
+    seed = torch.tensor([7], device="cuda")
+    for rows, columns in ((70, 264), (300, 8200), (9000, 136)):
+        x, lora_a = (new(n, columns, dtype=torch.bfloat16) for n in (rows, rank))
+        t, lora_b = (new(n, pitch_of(rank), dtype=torch.bfloat16) for n in (rows, columns))
+        t[:, rank:], lora_b[:, rank:] = 0, 0
+        for given in (None, seed):
+            options = (given, rank, 0.5, 0.5, False, True)
+            on_both(lambda *a: one_pass(*a)[0], x, lora_a, None, *options)
+            on_both(lambda *a: one_pass(*a)[0], x, None, t, *options)
+        for output in (0, 1):
+            both = (x, lora_b.T, t, None, rank, 0.5, 0.0, True, False)
+            on_both(lambda *a, output=output: one_pass(*a)[output], *both)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rank", [1, 5, 8, 16])
 def test_a_dropped_branch(rank):
     branch = torch.ops.fusedcuda.lora_branch

@@ -3,17 +3,15 @@
 //   down: scale * dropout(x) @ factor    [rows, ranks]      t; or of dz its gradient
 //   up:   dropout(x).T @ t               [columns, ranks]   the gradient of a factor
 //
-// or both of the same x: the backward of an adapter needs both of dz. The two add up along
-// different sides of x, so no order of its elements finishes the one and the other; x is cut into
-// tiles of 64 x 256, each of which is a part of 64 rows of `down` and of 256 columns of `up`. A
-// block takes tiles below each other: `up` stays in its registers until it gets to other columns,
-// `down` leaves a part for each tile. A second kernel adds the parts up, in a fixed order; with 16
-// ranks they are an eighth of the bytes of x, and stay in the L2.
+// or both of the same x: the backward of an adapter needs both of dz. x is cut into tiles of 64 x
+// 256, of which a block takes some in a line: below each other for `up`, whose sums stay in its
+// registers until it gets to other columns, and side by side for `down`. For both it goes down, and
+// leaves a part of `down` for each tile. A second kernel adds the parts up, in a fixed order.
 //
 // Tiles lie in shared memory as the copy engine leaves them, and the tensor cores read them there
-// with either side outermost (wgmma.cuh), so nothing is copied or transposed on the way. They have
-// 64 ranks in any case: the copy engine fills up with zeros. Dropout is the work of further warps,
-// between the arrival of a tile and its products.
+// with either side outermost (wgmma.cuh), so nothing is copied or transposed on the way. There are
+// 16 or 64 ranks in any case; sums of those that do not exist are not stored. Dropout is the work
+// of further warps, between the arrival of a tile and its products.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -36,12 +34,13 @@ namespace fusedcuda {
 
 struct LoraPassKernelParams {
   TensorMap x, factor, t;
-  LoraPassTiles tiles;
+  LoraPassLines lines;
   int64_t rows;
-  int pitch;  // of t and of all parts
+  int pitch;        // of t and of all parts
+  int stage_bytes;  // that a tile and what comes with it bring
   LoraDropout dropout;
-  float* down_parts;  // [tiles.columns, rows, pitch]
-  float* up_parts;    // [as many as there are, 256, pitch]: LoraPassTiles::part_of
+  float* down_parts;  // like up_parts; of both [lines, rows, pitch]
+  float* up_parts;    // [lines.parts(), width of a line, pitch]
 };
 
 namespace lora_pass {
@@ -52,15 +51,22 @@ constexpr int kTileBytes = kBoxes * kBoxBytes;
 // Warps: four for the products, the producer, and behind its warpgroup those that drop.
 constexpr int kProducer = 4, kFirstDropper = 8, kDroppers = 8;
 
-template <typename T, bool kMakesDown, bool kMakesUp, bool kHasDropout>
+template <typename T, int kMostRanks, bool kMakesDown, bool kMakesUp, bool kHasDropout>
 struct Pass {
   using Element = T;
+  static constexpr int kRanks = kMostRanks;
   static constexpr bool kDown = kMakesDown, kUp = kMakesUp, kDrops = kHasDropout;
-  // lora_a lies as x does, lora_b has its ranks side by side.
-  static constexpr bool kFactorIsKInner = !kUp;
+  static constexpr bool kBoth = kDown && kUp;
+  static constexpr int kTiles = lora_pass_tiles_of_line(kDown, kUp, kRanks);  // side by side
   static constexpr int kWarps = kDrops ? kFirstDropper + kDroppers : kProducer + 1;
-  static constexpr int kStageBytes = kTileBytes + (kUp ? kBoxBytes : 0);
-  static constexpr int kStages = 4;
+  using Sums = float[kRanks / 2];  // a thread's, of 64 rows of a tile or 64 columns
+
+  // lora_a lies as x does, and comes with its tiles; of lora_b, whose ranks are side by side, a
+  // line has what it needs all the time. t lies as lora_b.
+  static constexpr bool kFactorIsKInner = !kUp;
+  static constexpr int kFactorBoxBytes = (kFactorIsKInner ? kRanks : 64) * kSwizzleBytes;
+  static constexpr int kStageBytes = kTileBytes + (kUp ? kBoxBytes : kBoxes * kFactorBoxBytes);
+  static constexpr int kStages = kStageBytes > (48 << 10) ? 3 : 4;
 
   struct Barriers {
     Mbarrier full[kStages];     // a tile has arrived
@@ -79,23 +85,33 @@ struct Pass {
     }
   };
 
-  static constexpr int kFactor = kStages * kStageBytes;
-  static constexpr int kBarriers = kFactor + (kDown ? kTileBytes : 0);
+  static constexpr int kFactor = kStages * kStageBytes;  // of a line
+  static constexpr int kBarriers = kFactor + (kBoth ? kTiles * kTileBytes : 0);
   static constexpr int kBytes = kBarriers + static_cast<int>(sizeof(Barriers));
   static_assert(kBytes <= kGemmSharedBytes);
 };
 
-// f(column, first, end): the tiles of this block, below each other from row `first` on, in
-// every column where it has some.
+// f(line, first, end): the lines of which this block has tiles, and which ones.
 template <typename F>
-__device__ __forceinline__ void for_columns(const LoraPassTiles& tiles, F f) {
-  const uint32_t end = tiles.first_of(blockIdx.x + 1);
-  for (uint32_t i = tiles.first_of(blockIdx.x); i < end;) {
-    const LoraPassTile tile = tiles.at(i);
-    const uint32_t count = min(tiles.rows - tile.row, end - i);
-    f(static_cast<int>(tile.column), static_cast<int>(tile.row),
-      static_cast<int>(tile.row + count));
+__device__ __forceinline__ void for_lines(const LoraPassLines& lines, F f) {
+  const uint32_t end = lines.first_of(blockIdx.x + 1);
+  for (uint32_t i = lines.first_of(blockIdx.x); i < end;) {
+    const uint32_t line = i / lines.length, first = i % lines.length;
+    const uint32_t count = min(lines.length - first, end - i);
+    f(static_cast<int>(line), static_cast<int>(first), static_cast<int>(first + count));
     i += count;
+  }
+}
+
+// f(row, column) of the first elements of a block's tiles of a line, in their order.
+template <typename P, typename F>
+__device__ __forceinline__ void for_tiles(int line, int first, int end, F f) {
+  for (int i = first; i < end; ++i) {
+#pragma unroll
+    for (int tile = 0; tile < P::kTiles; ++tile) {
+      f((P::kUp ? i : line) * kLoraPassRows,
+        (P::kUp ? line * P::kTiles + tile : i) * kLoraPassColumns);
+    }
   }
 }
 
@@ -105,35 +121,36 @@ __device__ __forceinline__ void produce(const LoraPassKernelParams& p, unsigned 
                                         typename P::Barriers* barriers) {
   RingPosition<P::kStages> at;
   unsigned factor_parity = 1;
-  for_columns(p.tiles, [&](int tile_column, int first, int end) {
-    const int column = tile_column * kLoraPassColumns;
-    if constexpr (P::kDown) {
+  for_lines(p.lines, [&](int line, int first, int end) {
+    if constexpr (P::kBoth) {
       barriers->factor_empty.wait(factor_parity);
       factor_parity ^= 1;
       if (is_elected_lane()) {
-        barriers->factor_full.arrive_and_expect(kTileBytes);
+        Mbarrier* const full = &barriers->factor_full;
+        full->arrive_and_expect(P::kTiles * kTileBytes);
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          const int k = column + 64 * box;
-          load_box(&p.factor, shared + P::kFactor + box * kBoxBytes, &barriers->factor_full,
-                   P::kFactorIsKInner ? 0 : k, P::kFactorIsKInner ? k : 0);
-        }
+        for (int box = 0; box < P::kTiles * kBoxes; ++box)
+          load_box(&p.factor, shared + P::kFactor + box * kBoxBytes, full,
+                   line * P::kTiles * kLoraPassColumns + 64 * box, 0);
       }
       __syncwarp();
     }
-    for (int tile = first; tile < end; ++tile) {
+    for_tiles<P>(line, first, end, [&](int row, int column) {
       unsigned char* const stage = shared + at.stage * P::kStageBytes;
       Mbarrier* const full = &barriers->full[at.stage];
       barriers->empty[at.stage].wait(at.parity ^ 1);
       at.advance();
-      if (!is_elected_lane()) continue;
-      full->arrive_and_expect(P::kStageBytes);
-      const int row = tile * kLoraPassRows;
+      if (!is_elected_lane()) return;
+      full->arrive_and_expect(p.stage_bytes);
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box)
+      for (int box = 0; box < kBoxes; ++box) {
         load_box(&p.x, stage + box * kBoxBytes, full, row, column + 64 * box);
+        if constexpr (!P::kUp)
+          load_box(&p.factor, stage + kTileBytes + box * P::kFactorBoxBytes, full, 0,
+                   column + 64 * box);
+      }
       if constexpr (P::kUp) load_box(&p.t, stage + kTileBytes, full, row, 0);
-    }
+    });
   });
 }
 
@@ -147,37 +164,35 @@ __device__ __forceinline__ void drop(const LoraPassKernelParams& p, unsigned cha
   const int piece = thread % kPieces, first_row = thread / kPieces;
   const int own = piece / 8 * kBoxBytes + first_row * kSwizzleBytes + (piece % 8 ^ first_row) * 16;
   RingPosition<P::kStages> at;
-  for_columns(p.tiles, [&](int tile_column, int first, int end) {
-    const int column = tile_column * kLoraPassColumns + 8 * piece;
-    for (int tile = first; tile < end; ++tile, at.advance()) {
-      const int64_t row = int64_t{tile} * kLoraPassRows + first_row;
+  for_lines(p.lines, [&](int line, int first, int end) {
+    for_tiles<P>(line, first, end, [&](int row, int column) {
       unsigned char* const values = shared + at.stage * P::kStageBytes + own;
       barriers->full[at.stage].wait(at.parity);
-#pragma unroll 2
+#pragma unroll
       for (int i = 0; i < kLoraPassRows; i += kRowsApart) {
-        const uint4 kept = mask.of_eight(row + i, column);
+        const uint4 kept = mask.of_eight(row + first_row + i, column + 8 * piece);
         auto* const eight = reinterpret_cast<uint4*>(values + i * kSwizzleBytes);
         *eight = {eight->x & kept.x, eight->y & kept.y, eight->z & kept.z, eight->w & kept.w};
       }
       fence_shared_for_copies();  // the tensor cores read as the copy engine does
       __syncwarp();
       if (thread % kWarpSize == 0) barriers->dropped[at.stage].arrive();
-    }
+      at.advance();
+    });
   });
 }
 
-// A thread's sums of 64 rows of a tile, or 64 columns, and 64 ranks.
-using Sums = float[kLoraPassRanks / 2];
-
 // To `part`, whose rows are `pitch` apart; `rows` of them exist.
-__device__ __forceinline__ void store_sums(const Sums& sums, float* part, int pitch, int64_t rows) {
+template <int kSums>
+__device__ __forceinline__ void store_sums(const float (&sums)[kSums], float* part, int pitch,
+                                           int64_t rows) {
   const int row = wgmma_row_of_thread(), rank = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (row + 8 * half >= rows) continue;
     float* const of_row = part + (row + 8 * half) * pitch + rank;
 #pragma unroll
-    for (int j = 0; j < kLoraPassRanks / 8; ++j) {
+    for (int j = 0; j < kSums / 4; ++j) {
       if (8 * j >= pitch) break;
       const Vector<float, 2> pair = {{sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]}};
       store_vector<float, 2>(of_row + 8 * j, pair);
@@ -185,44 +200,46 @@ __device__ __forceinline__ void store_sums(const Sums& sums, float* part, int pi
   }
 }
 
+// sums (+)= tile @ factor
 template <typename P>
-__device__ __forceinline__ void start_down(const unsigned char* stage, const unsigned char* factor,
-                                           Sums& sums) {
+__device__ __forceinline__ void start_down(const unsigned char* tile, const unsigned char* factor,
+                                           bool accumulate, typename P::Sums& sums) {
   constexpr bool kInner = P::kFactorIsKInner;
   wgmma_pin(sums);
   wgmma_begin();
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
-    const uint64_t a = wgmma_factor(stage + box * kBoxBytes, true, kBoxBytes);
-    const uint64_t b = wgmma_factor(factor + box * kBoxBytes, kInner, kBoxBytes);
+    const uint64_t a = wgmma_factor(tile + box * kBoxBytes, true, kBoxBytes);
+    const uint64_t b = wgmma_factor(factor + box * P::kFactorBoxBytes, kInner, kBoxBytes);
 #pragma unroll
     for (int k = 0; k < kGemmK; k += kWgmmaK)
-      wgmma<typename P::Element, kLoraPassRanks, true, kInner>(
-          sums, wgmma_advance(a, true, k), wgmma_advance(b, kInner, k), box + k > 0);
+      wgmma<typename P::Element, P::kRanks, true, kInner>(
+          sums, wgmma_advance(a, true, k), wgmma_advance(b, kInner, k), accumulate || box + k > 0);
   }
   wgmma_commit();
 }
 
+// sums (+)= tile.T @ t
 template <typename P>
-__device__ __forceinline__ void start_up(const unsigned char* stage, bool accumulate,
-                                         Sums (&sums)[kBoxes]) {
+__device__ __forceinline__ void start_up(const unsigned char* tile, const unsigned char* t,
+                                         bool accumulate, typename P::Sums (&sums)[kBoxes]) {
 #pragma unroll
-  for (Sums& of_box : sums) wgmma_pin(of_box);
+  for (auto& of_box : sums) wgmma_pin(of_box);
   wgmma_begin();
-  const uint64_t b = wgmma_factor(stage + kTileBytes, false, kBoxBytes);
+  const uint64_t b = wgmma_factor(t, false, kBoxBytes);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
-    const uint64_t a = wgmma_factor(stage + box * kBoxBytes, false, kBoxBytes);
+    const uint64_t a = wgmma_factor(tile + box * kBoxBytes, false, kBoxBytes);
 #pragma unroll
     for (int k = 0; k < kGemmK; k += kWgmmaK)
-      wgmma<typename P::Element, kLoraPassRanks, false, false>(
+      wgmma<typename P::Element, P::kRanks, false, false>(
           sums[box], wgmma_advance(a, false, k), wgmma_advance(b, false, k), accumulate || k > 0);
   }
   wgmma_commit();
 }
 
-// The products for `down` of a tile run while those for `up` of the one before end, and those for
-// `up` while the sums for `down` are stored.
+// Of both, the products for `down` of a tile run while those for `up` of the one before end, and
+// those for `up` while the sums for `down` are stored.
 template <typename P>
 __device__ __forceinline__ void multiply(const LoraPassKernelParams& p, unsigned char* shared,
                                          typename P::Barriers* barriers) {
@@ -232,51 +249,53 @@ __device__ __forceinline__ void multiply(const LoraPassKernelParams& p, unsigned
   Mbarrier* const there = P::kDrops ? barriers->dropped : barriers->full;
   RingPosition<P::kStages> at;
   unsigned factor_parity = 0;
-  for_columns(p.tiles, [&](int column, int first, int end) {
-    Sums down, up[kBoxes];
+  for_lines(p.lines, [&](int line, int first, int end) {
+    typename P::Sums down, up[P::kTiles][kBoxes];
     int previous = 0;
-    // All products but the latest group are over, and with them those for `up` of the tile before.
-    auto release_previous = [&](int tile) {
-      wgmma_wait<1>();
-      if (tile > first) arrive(&barriers->empty[previous]);
-    };
-    if constexpr (P::kDown) {
+    if constexpr (P::kBoth) {
       barriers->factor_full.wait(factor_parity);
       factor_parity ^= 1;
     }
-    for (int tile = first; tile < end; ++tile, at.advance()) {
-      const unsigned char* const stage = shared + at.stage * P::kStageBytes;
-      there[at.stage].wait(at.parity);
-      if constexpr (P::kDown) {
-        start_down<P>(stage, shared + P::kFactor, down);
-        if constexpr (P::kUp) release_previous(tile);
-      }
-      if constexpr (P::kUp) start_up<P>(stage, tile > first, up);
-      if constexpr (P::kDown) {
-        if constexpr (P::kUp) {
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
-          arrive(&barriers->empty[at.stage]);
-        }
-        const int64_t row = int64_t{tile} * kLoraPassRows;
-        wgmma_pin(down);
-        store_sums(down, p.down_parts + (column * p.rows + row) * p.pitch, p.pitch, p.rows - row);
-      } else {
-        release_previous(tile);
-      }
-      previous = at.stage;
-    }
-    if constexpr (P::kDown) arrive(&barriers->factor_empty);
-    if constexpr (P::kUp) {
-      wgmma_wait<0>();
-      arrive(&barriers->empty[previous]);
-      const int64_t part = LoraPassTiles::part_of(column, blockIdx.x);
+    for (int i = first; i < end; ++i) {
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        wgmma_pin(up[box]);
-        store_sums(up[box], p.up_parts + (part * kLoraPassColumns + 64 * box) * p.pitch, p.pitch,
-                   64);
+      for (int tile = 0; tile < P::kTiles; ++tile) {
+        const unsigned char* const stage = shared + at.stage * P::kStageBytes;
+        const unsigned char* const beside = stage + kTileBytes;  // of the other factor
+        there[at.stage].wait(at.parity);
+        if constexpr (P::kBoth) {
+          start_down<P>(stage, shared + P::kFactor + tile * kTileBytes, tile > 0, down);
+        } else if constexpr (P::kDown) {
+          start_down<P>(stage, beside, i > first, down);
+        } else {
+          start_up<P>(stage, beside, i > first, up[tile]);
+        }
+        wgmma_wait<1>();  // for all but those
+        if (tile > 0 || i > first) arrive(&barriers->empty[previous]);
+        if constexpr (P::kBoth) start_up<P>(stage, beside, i > first, up[tile]);
+        previous = at.stage;
+        at.advance();
+      }
+      if constexpr (P::kBoth) {
+        wgmma_wait<1>();
+        wgmma_pin(down);
+        const int64_t row = int64_t{i} * kLoraPassRows;
+        store_sums(down, p.down_parts + (line * p.rows + row) * p.pitch, p.pitch, p.rows - row);
+      }
+    }
+    wgmma_wait<0>();
+    arrive(&barriers->empty[previous]);
+    if constexpr (P::kBoth) arrive(&barriers->factor_empty);
+    const int64_t part = LoraPassLines::part_of(line, blockIdx.x);
+    if constexpr (!P::kUp) {
+      wgmma_pin(down);
+      store_sums(down, p.down_parts + part * kLoraPassRows * p.pitch, p.pitch, kLoraPassRows);
+    } else {
+#pragma unroll
+      for (int box = 0; box < P::kTiles * kBoxes; ++box) {
+        auto& sums = up[box / kBoxes][box % kBoxes];
+        wgmma_pin(sums);
+        const int64_t column = part * P::kTiles * kLoraPassColumns + 64 * box;
+        store_sums(sums, p.up_parts + column * p.pitch, p.pitch, 64);
       }
     }
   });
@@ -299,14 +318,14 @@ __global__ void __launch_bounds__(P::kWarps* kWarpSize, 1)
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  // Of 512 threads each has 128 registers, too few for all sums of `up`.
-  constexpr bool kMoves = P::kDrops && P::kUp;
+  // Of 512 threads each has 128 registers, too few for the sums of `up` of 64 ranks.
+  constexpr bool kMovesRegisters = P::kDrops && P::kUp && P::kRanks == kLoraPassMostRanks;
   if (warp < lora_pass::kProducer) {
-    if constexpr (kMoves) take_registers<208>();
+    if constexpr (kMovesRegisters) take_registers<208>();
     lora_pass::multiply<P>(p, shared, barriers);
     return;
   }
-  if constexpr (kMoves) give_registers<96>();
+  if constexpr (kMovesRegisters) give_registers<96>();
   if (warp == lora_pass::kProducer) lora_pass::produce<P>(p, shared, barriers);
   if constexpr (P::kDrops) {
     const int thread = static_cast<int>(threadIdx.x) - lora_pass::kFirstDropper * kWarpSize;
@@ -321,10 +340,13 @@ __global__ void __launch_bounds__(P::kWarps* kWarpSize, 1)
 // Sums of the parts
 // ------------------------------------------------------------------------------------------------
 
-constexpr int kLoraPassSumThreads = 256;
+// Lanes of a warp that share a value: with few columns there are few values of many parts.
+constexpr int kLoraPassSumThreads = 256, kLoraPassSumWays = 4;
+constexpr int kLoraPassSumValues = kLoraPassSumThreads / kLoraPassSumWays;  // of a block
 
 struct LoraPassSumParams {
-  LoraPassTiles tiles;
+  LoraPassLines lines;
+  int width;  // of a line
   const float *down_parts, *up_parts;
   uint32_t down_count, up_count;  // of fours of ranks
   uint32_t columns;
@@ -335,37 +357,58 @@ struct LoraPassSumParams {
   bool transposed;  // `up` has its ranks side by side
 };
 
-// A thread has four ranks of a row of `down` or, behind those, of a column of `up`.
+// A thread has some parts of four ranks of a row of `down` or, behind those, of a column of `up`.
 template <typename T, typename Gradient>
 __global__ void __launch_bounds__(kLoraPassSumThreads)
     lora_pass_sum_kernel(const __grid_constant__ LoraPassSumParams p) {
-  using Four = Vector<float, 4>;
-  const uint32_t index = blockIdx.x * kLoraPassSumThreads + threadIdx.x;
+  constexpr uint32_t kValues = kWarpSize / kLoraPassSumWays;  // of a warp
+  const uint32_t lane = threadIdx.x % kWarpSize, way = lane / kValues;
+  const uint32_t index =
+      blockIdx.x * kLoraPassSumValues + threadIdx.x / kWarpSize * kValues + lane % kValues;
   const bool is_down = index < p.down_count;
   const uint32_t four = is_down ? index : index - p.down_count;
-  const auto at = four * uint32_t{4};
+  const bool exists = is_down || four < p.up_count;
+  const uint32_t at = four * 4;
   const uint32_t row = at / p.pitch;  // or column
   const int rank = static_cast<int>(at % p.pitch);
-  const float* parts = p.down_parts + at;
-  uint32_t count = p.tiles.columns;
-  int64_t apart = int64_t{4} * p.down_count;
-  if (!is_down) {
-    if (four >= p.up_count) return;
-    const uint32_t column = row / kLoraPassColumns, first_tile = column * p.tiles.rows;
-    const uint32_t first = p.tiles.block_of(first_tile);
-    apart = int64_t{kLoraPassColumns} * p.pitch;
-    parts = p.up_parts + int64_t{p.tiles.part_of(column, first)} * apart +
-            (at - column * kLoraPassColumns * p.pitch);
-    count = p.tiles.block_of(first_tile + p.tiles.rows - 1) - first + 1;
+  const float* parts = nullptr;
+  uint32_t count = 0;
+  int64_t apart = 0;
+  if (is_down && p.up_count > 0) {
+    parts = p.down_parts + at;
+    count = p.lines.count;
+    apart = int64_t{4} * p.down_count;
+  } else if (exists) {
+    const uint32_t line = row / p.width, first_tile = line * p.lines.length;
+    const uint32_t first = p.lines.block_of(first_tile);
+    apart = int64_t{p.width} * p.pitch;
+    parts = (is_down ? p.down_parts : p.up_parts) + at +
+            (int64_t{p.lines.part_of(line, first)} - line) * apart;
+    count = p.lines.block_of(first_tile + p.lines.length - 1) - first + 1;
   }
   wait_for_previous_kernel();
   float sums[4] = {};
-#pragma unroll 8
-  for (uint32_t i = 0; i < count; ++i) {
-    const Four part = load_vector<float, 4>(parts + i * apart);
+  constexpr int kUnroll = 4;
+  for (uint32_t i = way; i < count; i += kUnroll * kLoraPassSumWays) {
+    Vector<float, 4> some[kUnroll] = {};  // all loads at once, where they exist
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sums[j] += part.values[j];
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint32_t part = i + u * kLoraPassSumWays;
+      if (part < count) some[u] = load_vector<float, 4>(parts + part * apart);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[j] += some[u].values[j];
+    }
   }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int apart_in_warp = kValues; apart_in_warp < kWarpSize; apart_in_warp *= 2)
+      sums[j] += __shfl_xor_sync(0xffffffff, sums[j], apart_in_warp);
+  }
+  if (way > 0 || !exists) return;
   if (is_down) {
     Vector<T, 4> values;
 #pragma unroll
@@ -389,60 +432,54 @@ __global__ void __launch_bounds__(kLoraPassSumThreads)
 
 namespace lora_pass {
 
-inline cudaError_t describe(const LoraPassParams& p, LoraPassKernelParams* params) {
-  const int pitch = lora_pitch(p.rank);
+template <typename P>
+cudaError_t start(const LoraPassParams& p, LoraPassKernelParams* params,
+                  const LoraPassConfig& config, cudaStream_t stream) {
   cudaError_t status =
       make_tensor_map(gemm::boxed(p.x.data, p.rows, p.columns, p.x.stride, 64), &params->x);
-  if (status == cudaSuccess && p.down != nullptr) {
-    const int64_t rows = p.up != nullptr ? p.columns : p.rank;
-    const int64_t columns = p.up != nullptr ? pitch : p.columns;
-    status =
-        make_tensor_map(gemm::boxed(p.factor, rows, columns, p.factor_stride, 64), &params->factor);
+  int box_rows = 64;  // of the factor
+  if (status == cudaSuccess && P::kDown) {
+    const int64_t rows = P::kFactorIsKInner ? p.rank : p.columns;
+    const int64_t columns = P::kFactorIsKInner ? p.columns : params->pitch;
+    // Without the ranks behind the pitch, whose sums nobody wants: rows of zeros take the copy
+    // engine longer than others (28 us instead of 21 with 32 ranks; H200, 8192 x 4096).
+    if (P::kFactorIsKInner) box_rows = params->pitch;
+    status = make_tensor_map(gemm::boxed(p.factor, rows, columns, p.factor_stride, box_rows),
+                             &params->factor);
   }
-  if (status == cudaSuccess && p.up != nullptr)
-    status = make_tensor_map(gemm::boxed(p.t, p.rows, pitch, pitch, 64), &params->t);
-  return status;
-}
-
-template <typename P>
-cudaError_t start(const LoraPassKernelParams& params, const LoraPassConfig& config,
-                  cudaStream_t stream) {
+  if (status == cudaSuccess && P::kUp)
+    status =
+        make_tensor_map(gemm::boxed(p.t, p.rows, params->pitch, params->pitch, 64), &params->t);
+  if (status != cudaSuccess) return status;
+  params->stage_bytes = kTileBytes + (P::kUp ? kBoxBytes : kBoxes * box_rows * kSwizzleBytes);
   LaunchOptions options;
   options.dependent = config.dependent_launch;
   options.shared_bytes = P::kBytes;
-  return launch(lora_pass_kernel_sm90<P>, dim3(config.tiles.blocks), dim3(P::kWarps * kWarpSize),
-                options, stream, params);
+  return launch(lora_pass_kernel_sm90<P>, dim3(config.lines.blocks), dim3(P::kWarps * kWarpSize),
+                options, stream, *params);
+}
+
+template <typename T, int kRanks>
+cudaError_t start_kind(const LoraPassParams& p, LoraPassKernelParams* params,
+                       const LoraPassConfig& config, cudaStream_t stream) {
+  const bool drops = p.dropout.seed != nullptr;
+  if (p.down == nullptr)
+    return drops ? start<Pass<T, kRanks, false, true, true>>(p, params, config, stream)
+                 : start<Pass<T, kRanks, false, true, false>>(p, params, config, stream);
+  if (p.up == nullptr)
+    return drops ? start<Pass<T, kRanks, true, false, true>>(p, params, config, stream)
+                 : start<Pass<T, kRanks, true, false, false>>(p, params, config, stream);
+  return start<Pass<T, kRanks, true, true, false>>(p, params, config, stream);
 }
 
 template <typename T>
-cudaError_t run(const LoraPassParams& p, const LoraPassConfig& config, void* workspace,
-                cudaStream_t stream) {
-  const int pitch = lora_pitch(p.rank);
-  LoraPassKernelParams params;
-  cudaError_t status = describe(p, &params);
-  if (status != cudaSuccess) return status;
-  params.tiles = config.tiles;
-  params.rows = p.rows;
-  params.pitch = pitch;
-  params.dropout = p.dropout;
-  params.down_parts = static_cast<float*>(workspace);
-  params.up_parts = params.down_parts + config.down_parts;
-  const bool drops = p.dropout.seed != nullptr;
-  if (p.down != nullptr && p.up != nullptr) {
-    status = start<Pass<T, true, true, false>>(params, config, stream);
-  } else if (p.down != nullptr) {
-    status = drops ? start<Pass<T, true, false, true>>(params, config, stream)
-                   : start<Pass<T, true, false, false>>(params, config, stream);
-  } else {
-    status = drops ? start<Pass<T, false, true, true>>(params, config, stream)
-                   : start<Pass<T, false, true, false>>(params, config, stream);
-  }
-  if (status != cudaSuccess) return status;
-  LoraPassSumParams sums = {config.tiles, params.down_parts, params.up_parts};
-  sums.down_count = p.down != nullptr ? static_cast<uint32_t>(p.rows * pitch / 4) : 0;
-  sums.up_count = p.up != nullptr ? static_cast<uint32_t>(int64_t{p.columns} * pitch / 4) : 0;
+cudaError_t sum_parts(const LoraPassParams& p, const LoraPassKernelParams& params,
+                      const LoraPassConfig& config, cudaStream_t stream) {
+  LoraPassSumParams sums = {config.lines, config.width, params.down_parts, params.up_parts};
+  sums.down_count = p.down != nullptr ? static_cast<uint32_t>(p.rows * params.pitch / 4) : 0;
+  sums.up_count = p.up != nullptr ? static_cast<uint32_t>(p.columns * params.pitch / 4) : 0;
   sums.columns = p.columns;
-  sums.pitch = pitch;
+  sums.pitch = params.pitch;
   sums.rank = p.rank;
   sums.down_scale = p.down_scale;
   sums.up_scale = p.up_scale;
@@ -451,9 +488,25 @@ cudaError_t run(const LoraPassParams& p, const LoraPassConfig& config, void* wor
   sums.transposed = p.transposed;
   const auto kernel =
       p.up_dtype == DType::kFloat32 ? lora_pass_sum_kernel<T, float> : lora_pass_sum_kernel<T, T>;
-  const int64_t blocks = ceil_div(int64_t{sums.down_count} + sums.up_count, kLoraPassSumThreads);
+  const int64_t blocks = ceil_div(int64_t{sums.down_count} + sums.up_count, kLoraPassSumValues);
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kLoraPassSumThreads),
                 config.dependent_launch, stream, sums);
+}
+
+template <typename T>
+cudaError_t run(const LoraPassParams& p, const LoraPassConfig& config, void* workspace,
+                cudaStream_t stream) {
+  LoraPassKernelParams params;
+  params.lines = config.lines;
+  params.rows = p.rows;
+  params.pitch = lora_pitch(p.rank);
+  params.dropout = p.dropout;
+  params.down_parts = static_cast<float*>(workspace);
+  params.up_parts = params.down_parts + config.down_parts;
+  const cudaError_t status = p.rank <= kLoraPassFewRanks
+                                 ? start_kind<T, kLoraPassFewRanks>(p, &params, config, stream)
+                                 : start_kind<T, kLoraPassMostRanks>(p, &params, config, stream);
+  return status == cudaSuccess ? sum_parts<T>(p, params, config, stream) : status;
 }
 
 }  // namespace lora_pass

@@ -1,5 +1,5 @@
-// How one pass over x (lora_pass.cuh) is divided into tiles, and where it can be made. Functions of
-// the host without CUDA calls, and what the kernels share with them.
+// How one pass over x (lora_pass.cuh) is divided among blocks, and where it can be made. Functions
+// of the host without CUDA calls, and what the kernels share with them.
 #pragma once
 
 #include <algorithm>
@@ -10,39 +10,35 @@
 
 namespace fusedcuda {
 
-constexpr int kLoraPassRows = 64, kLoraPassColumns = 256;  // of a tile of x
-constexpr int kLoraPassRanks = 64;                         // at most
+constexpr int kLoraPassRows = 64, kLoraPassColumns = 256;       // of a tile of x
+constexpr int kLoraPassFewRanks = 16, kLoraPassMostRanks = 64;  // that there are kernels for
 
-struct LoraPassTile {
-  uint32_t row, column;  // in tiles
-};
-
-// The tiles of x, columns of them one behind the other, of which each block has an equal share: at
-// most one column more than it is long, and the end of one and the start of the next.
-struct LoraPassTiles {
-  uint32_t rows = 0, columns = 0;  // in tiles
+// Lines of tiles, one behind the other, of which each block has an equal share: the end of one, the
+// start of the next and, of short ones, some between. Where `up` is made a line goes down, or else
+// along the rows, so that what is added up along it stays with a block.
+struct LoraPassLines {
+  uint32_t count = 0, length = 0;
   uint32_t blocks = 0;
 
-  FUSEDCUDA_HOST_DEVICE uint32_t count() const { return rows * columns; }
+  FUSEDCUDA_HOST_DEVICE uint32_t tiles() const { return count * length; }
   FUSEDCUDA_HOST_DEVICE uint32_t first_of(uint32_t block) const {
-    return static_cast<uint32_t>(uint64_t{count()} * block / blocks);
-  }
-  FUSEDCUDA_HOST_DEVICE LoraPassTile at(uint32_t index) const {
-    return {index % rows, index / rows};
+    return static_cast<uint32_t>(uint64_t{tiles()} * block / blocks);
   }
   // first_of(block_of(i)) <= i < first_of(block_of(i) + 1)
   FUSEDCUDA_HOST_DEVICE uint32_t block_of(uint32_t index) const {
-    return static_cast<uint32_t>(((uint64_t{index} + 1) * blocks - 1) / count());
+    return static_cast<uint32_t>(((uint64_t{index} + 1) * blocks - 1) / tiles());
   }
-  // Which part of the sums of a column of tiles a block leaves. From block to block, and from
-  // column to column, it is at least one more.
-  FUSEDCUDA_HOST_DEVICE static uint32_t part_of(uint32_t column, uint32_t block) {
-    return column + block;
+  // Which part of the sums of a line a block leaves: from block to block, and from line to line, at
+  // least one more.
+  FUSEDCUDA_HOST_DEVICE static uint32_t part_of(uint32_t line, uint32_t block) {
+    return line + block;
   }
+  FUSEDCUDA_HOST_DEVICE uint32_t parts() const { return count + blocks; }
 };
 
 struct LoraPassConfig {
-  LoraPassTiles tiles;
+  LoraPassLines lines;
+  int width = 0;                         // of a line, in rows or columns
   int64_t down_parts = 0, up_parts = 0;  // of the workspace, in floats
   bool dependent_launch = false;
 
@@ -50,26 +46,36 @@ struct LoraPassConfig {
 };
 
 inline bool lora_pass_can_run(const LoraPassParams& p, const DeviceTraits& device) {
-  constexpr int64_t kMost = (int64_t{1} << 31) / kLoraPassRanks;
+  constexpr int64_t kMost = (int64_t{1} << 31) / kLoraPassMostRanks;
   const int64_t tiles = ceil_div(p.rows, kLoraPassRows) * ceil_div(p.columns, kLoraPassColumns);
-  const int pitch = lora_pitch(p.rank);
-  return device.wgmma && size_of(p.dtype) == 2 && p.rank <= kLoraPassRanks && p.rows > 0 &&
+  return device.wgmma && size_of(p.dtype) == 2 && p.rank <= kLoraPassMostRanks && p.rows > 0 &&
          p.columns > 0 && p.rows < kMost && p.columns < kMost && tiles < kMost &&
          gemm::can_be_boxed(p.x.data, p.x.stride, p.dtype) &&
          (p.down == nullptr || gemm::can_be_boxed(p.factor, p.factor_stride, p.dtype)) &&
-         (p.up == nullptr || gemm::can_be_boxed(p.t, pitch, p.dtype));
+         (p.up == nullptr || gemm::can_be_boxed(p.t, lora_pitch(p.rank), p.dtype));
+}
+
+// Tiles side by side in a line. Of both and few ranks there is room for the sums of two, and half
+// as many parts of `down`: 26 us of 8192 x 4096 elements with one, 24 with two (H200).
+constexpr int lora_pass_tiles_of_line(bool makes_down, bool makes_up, int most_ranks) {
+  return makes_down && makes_up && most_ranks == kLoraPassFewRanks ? 2 : 1;
 }
 
 inline LoraPassConfig choose_lora_pass_config(const LoraPassParams& p, const DeviceTraits& device) {
+  const bool down = p.down != nullptr, up = p.up != nullptr;
+  const int most_ranks = p.rank <= kLoraPassFewRanks ? kLoraPassFewRanks : kLoraPassMostRanks;
   LoraPassConfig config;
-  LoraPassTiles& tiles = config.tiles;
-  tiles.rows = static_cast<uint32_t>(ceil_div(p.rows, kLoraPassRows));
-  tiles.columns = static_cast<uint32_t>(ceil_div(p.columns, kLoraPassColumns));
-  tiles.blocks = std::min(tiles.count(), static_cast<uint32_t>(device.num_sms));
+  LoraPassLines& lines = config.lines;
+  config.width =
+      up ? lora_pass_tiles_of_line(down, up, most_ranks) * kLoraPassColumns : kLoraPassRows;
+  lines.count = static_cast<uint32_t>(ceil_div(up ? p.columns : p.rows, config.width));
+  lines.length = static_cast<uint32_t>(up ? ceil_div(p.rows, kLoraPassRows)
+                                          : ceil_div(p.columns, kLoraPassColumns));
+  lines.blocks = std::min(lines.tiles(), static_cast<uint32_t>(device.num_sms));
   const int pitch = lora_pitch(p.rank);
-  if (p.down != nullptr) config.down_parts = tiles.columns * p.rows * pitch;
-  if (p.up != nullptr)
-    config.up_parts = int64_t{tiles.columns + tiles.blocks} * kLoraPassColumns * pitch;
+  const int64_t of_lines = int64_t{lines.parts()} * config.width * pitch;
+  if (down) config.down_parts = up ? lines.count * p.rows * pitch : of_lines;
+  if (up) config.up_parts = of_lines;
   config.dependent_launch = device.dependent_launch;
   return config;
 }

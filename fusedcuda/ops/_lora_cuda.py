@@ -84,11 +84,15 @@ def lora_linear_backward(
     rank, rows = lora_a.shape[0], as_matrix(dz)
     gradients = []
     found = _fused_dx(rows, weight, lora_a, lora_b, seed, scale) if mask & DX else []
+    db = None
     if found:
         dx, dt = found
         gradients.append(dx.view(x.shape))
     elif mask & (DX | DA):
-        dt = _down(rows, lora_b.T, None, scale, 0.0)
+        if both := _dt_and_db(rows, t, lora_b, scale) if mask & DB else []:
+            dt, db = both
+        else:
+            dt = _down(rows, lora_b.T, None, scale, 0.0)
         if mask & DX:
             gradients.append(_product_dx(dz, x, weight, dt, lora_a, seed, dropout_p))
     if mask & (DWEIGHT | DBIAS):
@@ -98,7 +102,9 @@ def lora_linear_backward(
     if mask & DA:
         gradients.append(_up(dt, as_matrix(x), lora_a, rank, seed, dropout_p, transposed=False))
     if mask & DB:
-        gradients.append(_up(t, rows, lora_b, rank, None, 0.0, transposed=True))
+        if db is None:
+            db = _up(t, rows, lora_b, rank, None, 0.0, transposed=True)
+        gradients.append(db)
     return gradients
 
 
@@ -296,11 +302,47 @@ def has_kernel(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2
 
 
+# One pass over x (lora_pass) for rows of several tiles. Measured on an H200 with
+# bench/tuning/lora_passes.py, bf16, from 256 to 8192 rows of 1024, 4096 and 14336 elements, 5 to 64
+# ranks; see bench/results/h200/lora_passes.txt.
+PASS_ROWS, PASS_RANKS = 256, 64
+# Both gradients of dz from one pass: 25 us of 8192 x 4096 and 16 ranks, and 41 in two (73 and 117
+# of 14336). With 64 ranks 43 and 41, and 17 and 16 where rows are short.
+PASS_BOTH_RANKS, PASS_BOTH_COLUMNS = 32, 2048
+
+
+def down_by_pass(x: Tensor, factor: Tensor, has_dropout: bool) -> bool:
+    """Whether t is made by lora_pass where that can be."""
+    rank = factor.shape[0]
+    if not _pass_can_be(x, rank) or factor.stride(1) != 1:
+        return False
+    # Without dropout cuBLAS takes 18.5 us and the pass 20.0 (8192 x 4096, 16 ranks); 8.9 and 7.9 of
+    # 2048 rows, 59.5 and 58.3 of 14336 columns. With ranks that are no multiple of 8 it takes 64.
+    return has_dropout or rank % 8 != 0 or x.shape[0] < 4096 or x.shape[1] > 8192
+
+
+def up_by_pass(t: Tensor, x: Tensor, parameter: Tensor, rank: int, has_dropout: bool) -> bool:
+    """Whether a factor's gradient is made by lora_pass where that can be."""
+    by_cublas = why_up_by_cublas(t, x, parameter, rank, has_dropout)
+    return _pass_can_be(x, rank) and by_cublas is None
+
+
+def both_by_pass(dz: Tensor, rank: int) -> bool:
+    """Whether the gradients of t and lora_b are made together where that can be."""
+    if not _pass_can_be(dz, rank):
+        return False
+    return rank % 8 != 0 or (rank <= PASS_BOTH_RANKS and dz.shape[1] >= PASS_BOTH_COLUMNS)
+
+
+def _pass_can_be(x: Tensor, rank: int) -> bool:
+    return has_kernel(x.dtype) and x.shape[0] >= PASS_ROWS and rank <= PASS_RANKS
+
+
 def why_down_by_cublas(x: Tensor, factor: Tensor, has_dropout: bool) -> str | None:
-    """Why t is cuBLAS's product, or None where it is our own kernel's."""
+    """Why t, if not by lora_pass, is cuBLAS's product, or None where it is lora_down's."""
     if not has_kernel(x.dtype):
         return f"{x.dtype} has no kernel of its own"
-    # Measured on an H200, 8192 x 4096 bf16, 16 ranks: 19 us, and our kernel 34. With ranks that
+    # Measured on an H200, 8192 x 4096 bf16, 16 ranks: 19 us, and lora_down 34. With ranks that
     # are no multiple of 8 cuBLAS takes 67 (shared/TARGETS.md), and it has no dropout.
     many = x.shape[0] >= 1024 and factor.shape[0] % 8 == 0 and not has_dropout
     if many and _has_aligned_rows(x) and _has_aligned_rows(factor):
@@ -311,12 +353,12 @@ def why_down_by_cublas(x: Tensor, factor: Tensor, has_dropout: bool) -> str | No
 def why_up_by_cublas(
     t: Tensor, x: Tensor, parameter: Tensor, rank: int, has_dropout: bool
 ) -> str | None:
-    """Why a factor's gradient is cuBLAS's product, or None where it is our own kernel's."""
+    """Why a factor's gradient is cuBLAS's product, or None where it is our own kernels'."""
     if not has_kernel(x.dtype):
         return f"{x.dtype} has no kernel of its own"
-    # Measured on an H200, 8192 x 4096 bf16: 16 ranks 22 us, and our kernel 30 (64 ranks 22 and 55;
-    # of 16 rows 2.5 and 4.9). With 5 ranks cuBLAS takes 50 to 55, ours 25; and it has no dropout,
-    # and no gradient in float32 of 16-bit factors.
+    # Measured on an H200, 8192 x 4096 bf16: 16 ranks 22 us, lora_pass 21 and lora_up 30 (64 ranks
+    # 22, 26 and 58; of 2048 rows 7.3, 8.3 and 15). With 5 ranks cuBLAS takes 54, ours 21 and 26;
+    # and it has no dropout, and no gradient in float32 of 16-bit factors.
     fits = rank == t.shape[1] and parameter.dtype == x.dtype and not has_dropout
     if fits and _has_aligned_rows(x):
         return "faster for ranks that are a multiple of 8"
@@ -331,6 +373,10 @@ def _has_aligned_rows(matrix: Tensor) -> bool:
 
 def _down(x: Tensor, factor: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> Tensor:
     """:func:`_lora_reference.lora_down`"""
+    if down_by_pass(x, factor, seed is not None):
+        found = _ops.lora_pass.default(*down_arguments(x, factor, seed, scale, dropout_p))
+        if found:
+            return found[0]
     if why_down_by_cublas(x, factor, seed is not None) is None:
         return _ops.lora_down.default(x, factor, seed, scale, dropout_p)
     if seed is not None:
@@ -352,8 +398,13 @@ def _up(
     transposed: bool,
 ) -> Tensor:
     """:func:`_lora_reference.lora_up`, in the dtype of ``parameter``."""
+    in_float32 = parameter.dtype == torch.float32
+    if up_by_pass(t, x, parameter, rank, seed is not None):
+        arguments = (x, None, t, seed, rank, 1.0, dropout_p, transposed, in_float32)
+        found = _ops.lora_pass.default(*arguments)
+        if found:
+            return found[0]
     if why_up_by_cublas(t, x, parameter, rank, seed is not None) is None:
-        in_float32 = parameter.dtype == torch.float32
         return _ops.lora_up.default(t, x, seed, rank, dropout_p, transposed, in_float32)
     if seed is not None:
         x = _ops.lora_dropout.default(x, seed, dropout_p)
@@ -362,3 +413,24 @@ def _up(
     if not has_kernel(x.dtype):
         return torch.mm(dy.T, rows)
     return weight_gradient(dy, rows, parameter.dtype)
+
+
+def _dt_and_db(dz: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> list[Tensor]:
+    """``[dz @ lora_b * scale, dz.T @ t]`` by one pass over dz, or ``[]``."""
+    if not both_by_pass(dz, lora_b.shape[1]):
+        return []
+    return _ops.lora_pass.default(*both_arguments(dz, t, lora_b, scale))
+
+
+def down_arguments(
+    x: Tensor, factor: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[object, ...]:
+    """Of lora_pass: t alone. (The factor is small: rounding it is 2 us.)"""
+    rank = factor.shape[0]
+    return (x, factor.to(x.dtype), None, seed, rank, scale, dropout_p, False, False)
+
+
+def both_arguments(dz: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> tuple[object, ...]:
+    """Of lora_pass: the gradients of t and of lora_b."""
+    factor, in_float32 = padded(lora_b, dz, dim=1).T, lora_b.dtype == torch.float32
+    return (dz, factor, t, None, lora_b.shape[1], scale, 0.0, True, in_float32)

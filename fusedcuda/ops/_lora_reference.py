@@ -354,6 +354,7 @@ def lora_pass_fake(
         outputs.append(x.new_empty(x.shape[0], pitch_of(rank)))
     if t is not None:
         check_operand(op, "t", t, x)
+        check_shape(op, "t", t, (x.shape[0], pitch_of(rank)))
         outputs.append(lora_up_fake(t, x, seed, rank, dropout_p, transposed, in_float32))
     return outputs
 

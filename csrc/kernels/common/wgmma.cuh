@@ -146,7 +146,10 @@ __device__ __forceinline__ void wgmma_pin(float (&sums)[kCount]) {
 #define FUSEDCUDA_R128 FUSEDCUDA_R96, FUSEDCUDA_R32(sums, 96)
 
 #define FUSEDCUDA_WGMMA_OF(type)                                                            \
-  if constexpr (kN == 64) {                                                                 \
+  if constexpr (kN == 16) {                                                                 \
+    FUSEDCUDA_WGMMA(16, type, FUSEDCUDA_N8(0, 1, 2, 3, 4, 5, 6, 7), 8, 9, 10, 11, 12,       \
+                    FUSEDCUDA_R8(sums, 0));                                                 \
+  } else if constexpr (kN == 64) {                                                          \
     FUSEDCUDA_WGMMA(64, type, FUSEDCUDA_N32_0, 32, 33, 34, 35, 36, FUSEDCUDA_R32(sums, 0)); \
   } else if constexpr (kN == 128) {                                                         \
     FUSEDCUDA_WGMMA(128, type, FUSEDCUDA_N64, 64, 65, 66, 67, 68, FUSEDCUDA_R64);           \
@@ -179,7 +182,7 @@ __device__ __forceinline__ void wgmma_pin(float (&sums)[kCount]) {
 template <typename T, int kN, bool kAKInner, bool kBKInner>
 __device__ __forceinline__ void wgmma(float (&sums)[kN / 2], uint64_t factor_a, uint64_t factor_b,
                                       bool accumulate) {
-  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 16 || kN == 64 || kN == 128 || kN == 192 || kN == 256);
   static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>);
 #ifdef FUSEDCUDA_EMULATION
   ::emulation::wgmma(sums, kN, factor_a, factor_b, accumulate, std::is_same_v<T, __half>);
