@@ -1,5 +1,7 @@
 """What only a GPU shows of the lora family: kernels alone, graphs, streams, memory, many rows."""
 
+import threading
+
 import pytest
 import torch
 from launches import captured
@@ -85,6 +87,21 @@ def test_a_pass_equals_the_reference_to_the_last_bit(dtype, rank):
             for _ in range(2):
                 for actual, wanted in zip(_ops.lora_pass(*call), expected, strict=True):
                     assert torch.equal(actual.cpu(), wanted)
+
+
+def test_a_thread_that_has_not_called_cuda_before():
+    """As autograd's may be: the driver's description of a matrix needs a context there."""
+    fusedcuda.load("lora")
+    x, t = small(300, 264), small(300, 8)
+    call = (x, None, t, None, 8, 1.0, 0.0, False, False)
+    (expected,) = _ops.lora_pass(*call)
+    (kept,) = _ops.lora_pass(*call)
+    del kept  # so that the thread's memory is there
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(_ops.lora_pass(*call)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
 
 
 @pytest.mark.parametrize("lora_dtype", [BF16, torch.float32], ids=str)

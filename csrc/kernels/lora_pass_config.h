@@ -15,18 +15,17 @@ constexpr int kLoraPassFewRanks = 16, kLoraPassMostRanks = 64;  // that there ar
 
 // Lines of tiles, one behind the other, of which each block has an equal share: the end of one, the
 // start of the next and, of short ones, some between. Where `up` is made a line goes down, or else
-// along the rows, so that what is added up along it stays with a block.
+// along the rows, so that what is added up along it stays with a block. Tiles times blocks are
+// below 2^32: the threads of the sums divide, and those of 64 bits are slow.
 struct LoraPassLines {
   uint32_t count = 0, length = 0;
   uint32_t blocks = 0;
 
   FUSEDCUDA_HOST_DEVICE uint32_t tiles() const { return count * length; }
-  FUSEDCUDA_HOST_DEVICE uint32_t first_of(uint32_t block) const {
-    return static_cast<uint32_t>(uint64_t{tiles()} * block / blocks);
-  }
+  FUSEDCUDA_HOST_DEVICE uint32_t first_of(uint32_t block) const { return tiles() * block / blocks; }
   // first_of(block_of(i)) <= i < first_of(block_of(i) + 1)
   FUSEDCUDA_HOST_DEVICE uint32_t block_of(uint32_t index) const {
-    return static_cast<uint32_t>(((uint64_t{index} + 1) * blocks - 1) / tiles());
+    return ((index + 1) * blocks - 1) / tiles();
   }
   // Which part of the sums of a line a block leaves: from block to block, and from line to line, at
   // least one more.
@@ -49,7 +48,8 @@ inline bool lora_pass_can_run(const LoraPassParams& p, const DeviceTraits& devic
   constexpr int64_t kMost = (int64_t{1} << 31) / kLoraPassMostRanks;
   const int64_t tiles = ceil_div(p.rows, kLoraPassRows) * ceil_div(p.columns, kLoraPassColumns);
   return device.wgmma && size_of(p.dtype) == 2 && p.rank <= kLoraPassMostRanks && p.rows > 0 &&
-         p.columns > 0 && p.rows < kMost && p.columns < kMost && tiles < kMost &&
+         p.columns > 0 && p.rows < kMost && p.columns < kMost &&
+         tiles * device.num_sms < int64_t{1} << 32 &&
          gemm::can_be_boxed(p.x.data, p.x.stride, p.dtype) &&
          (p.down == nullptr || gemm::can_be_boxed(p.factor, p.factor_stride, p.dtype)) &&
          (p.up == nullptr || gemm::can_be_boxed(p.t, lora_pitch(p.rank), p.dtype));

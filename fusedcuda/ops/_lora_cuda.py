@@ -302,36 +302,39 @@ def has_kernel(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2
 
 
-# One pass over x (lora_pass) for rows of several tiles. Measured on an H200 with
-# bench/tuning/lora_passes.py, bf16, from 256 to 8192 rows of 1024, 4096 and 14336 elements, 5 to 64
-# ranks; see bench/results/h200/lora_passes.txt.
+# One pass over x (lora_pass), for rows of several tiles. Measured on an H200 with
+# bench/tuning/lora_passes.py (bench/results/h200/lora_passes.txt): bf16, 512 to 32768 rows of 1024,
+# 4096 and 14336 elements, 5 to 64 ranks.
 PASS_ROWS, PASS_RANKS = 256, 64
-# Both gradients of dz from one pass: 25 us of 8192 x 4096 and 16 ranks, and 41 in two (73 and 117
-# of 14336). With 64 ranks 43 and 41, and 17 and 16 where rows are short.
-PASS_BOTH_RANKS, PASS_BOTH_COLUMNS = 32, 2048
+# Both gradients of dz: 25 us of 8192 x 4096 and 16 ranks, where two products of cuBLAS's take 41
+# (70 and 115 of 14336 columns); with 64 ranks 44 and 40.
+PASS_BOTH_RANKS = 32
 
 
 def down_by_pass(x: Tensor, factor: Tensor, has_dropout: bool) -> bool:
     """Whether t is made by lora_pass where that can be."""
-    rank = factor.shape[0]
+    rank, rows = factor.shape[0], x.shape[0]
     if not _pass_can_be(x, rank) or factor.stride(1) != 1:
         return False
-    # Without dropout cuBLAS takes 18.5 us and the pass 20.0 (8192 x 4096, 16 ranks); 8.9 and 7.9 of
-    # 2048 rows, 59.5 and 58.3 of 14336 columns. With ranks that are no multiple of 8 it takes 64.
-    return has_dropout or rank % 8 != 0 or x.shape[0] < 4096 or x.shape[1] > 8192
+    # Where cuBLAS can make it, 16 ranks of 4096 columns: 7.0 us of 1024 rows and the pass 5.3; 12.6
+    # and 11.3 of 4096 rows, 18.2 and 20.4 of 8192; with 64 ranks 11.4 and 14.0 of 4096 rows.
+    return has_dropout or rank % 8 != 0 or rows <= (4096 if rank <= 32 else 2048)
 
 
 def up_by_pass(t: Tensor, x: Tensor, parameter: Tensor, rank: int, has_dropout: bool) -> bool:
     """Whether a factor's gradient is made by lora_pass where that can be."""
-    by_cublas = why_up_by_cublas(t, x, parameter, rank, has_dropout)
-    return _pass_can_be(x, rank) and by_cublas is None
+    if not _pass_can_be(x, rank):
+        return False
+    # Where cuBLAS can, 16 ranks of 4096 columns: 7.3 us of 2048 rows and the pass 8.1; 13.7 and
+    # 12.3 of 4096 rows, 21.7 and 20.6 of 8192, 66 and 68 of 32768; 56 and 60 of 8192 x 14336.
+    small = 4096 <= x.shape[0] <= 16384 and x.shape[1] <= 5120
+    faster = small and rank <= 16
+    return faster or why_up_by_cublas(t, x, parameter, rank, has_dropout) is None
 
 
 def both_by_pass(dz: Tensor, rank: int) -> bool:
     """Whether the gradients of t and lora_b are made together where that can be."""
-    if not _pass_can_be(dz, rank):
-        return False
-    return rank % 8 != 0 or (rank <= PASS_BOTH_RANKS and dz.shape[1] >= PASS_BOTH_COLUMNS)
+    return _pass_can_be(dz, rank) and (rank % 8 != 0 or rank <= PASS_BOTH_RANKS)
 
 
 def _pass_can_be(x: Tensor, rank: int) -> bool:

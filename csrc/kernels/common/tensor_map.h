@@ -78,11 +78,21 @@ inline cudaError_t make_tensor_map(const BoxedMatrix& matrix, TensorMap* map) {
                             static_cast<cuuint32_t>(matrix.box_rows)};
   const cuuint32_t steps[] = {1, 1};
   // The engine copies bits: bfloat16 and float16 are integers to it.
-  const CUresult encoded =
-      encoder.encode(map, is_bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                     2, matrix.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                     is_bytes ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto encode = [&] {
+    return encoder.encode(map,
+                          is_bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                          2, matrix.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          is_bytes ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult encoded = encode();
+  if (encoded != CUDA_SUCCESS) {
+    // A thread whose first call of CUDA this is, as autograd's may be, has no context yet: the
+    // driver does not make it current, as every call of the runtime does.
+    const cudaError_t status = cudaFree(nullptr);
+    if (status != cudaSuccess) return status;
+    encoded = encode();
+  }
   return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
