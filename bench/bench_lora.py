@@ -201,12 +201,57 @@ def lora_down(m: int, k: int, rank: int) -> Case:
 
         return down
 
+    def fused_pass() -> Function:
+        import fusedcuda  # noqa: F401
+
+        def down(x: torch.Tensor, lora_a: torch.Tensor) -> torch.Tensor:
+            given = (x, lora_a, None, None, rank, 1.0, 0.0, False, False)
+            return torch.ops.fusedcuda.lora_pass(*given)[0][:, :rank]
+
+        return down
+
+    passes = {"fusedcuda, one pass": Provider(fused_pass)} if m > DECODE[0] else {}
     return new_case(
         "lora_down", f"r{rank}", (m, k), BF16, mode="forward",
         traffic=traffic(BF16, read=[(m, k), (rank, k)], write=[(m, rank)]),
         make_inputs=random([(m, k), (rank, k)], BF16),
         reference=reference,
-        providers={"fusedcuda": Provider(fused), "cublas": Provider(lambda: reference)},
+        providers={
+            "fusedcuda": Provider(fused), **passes, "cublas": Provider(lambda: reference)
+        },
+    )  # fmt: skip
+
+
+def lora_pass(m: int, n: int, rank: int) -> Case:
+    """Both gradients of dz: of t and of lora_b."""
+
+    def reference(
+        dz: torch.Tensor, lora_b: torch.Tensor, t: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return dz @ lora_b, dz.T @ t
+
+    def fused() -> Function:
+        import fusedcuda  # noqa: F401
+
+        def both(
+            dz: torch.Tensor, lora_b: torch.Tensor, t: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            given = (dz, lora_b.T, t, None, rank, 1.0, 0.0, True, False)
+            dt, db = torch.ops.fusedcuda.lora_pass(*given)
+            return dt, db
+
+        return both
+
+    return new_case(
+        "lora_pass", f"r{rank}", (m, n), BF16, mode="forward",
+        traffic=traffic(
+            BF16,
+            read=[(m, n), (n, rank), (m, rank)],
+            write=[(m, rank), (n, rank)],
+        ),
+        make_inputs=random([(m, n), (n, rank), (m, rank)], BF16),
+        reference=reference,
+        providers={"fusedcuda": Provider(fused), **torch_providers(reference)},
     )  # fmt: skip
 
 
@@ -233,6 +278,7 @@ def build_cases() -> list[Case]:
         lora_linear(DECODE, "forward"),
         *(lora_down(8192, 4096, rank) for rank in (16, 64, 5)),
         lora_down(16, 4096, 16),
+        *(lora_pass(8192, n, 16) for n in (4096, 14336)),
         lora_linear(WIDE, "backward"),
         *(lora_linear(SQUARE, mode, rank=64) for mode in MODES),
         *host_cases(
