@@ -289,7 +289,7 @@ def _add_down(
 
 
 def _add_both(parts: Parts, dz: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> bool:
-    if not cuda.both_by_pass(dz, lora_b.shape[1]):
+    if not cuda.both_by_pass(dz, lora_b):
         return False
     given = cuda.both_arguments(dz, t, lora_b.detach(), scale)
     return _add_pass(parts, "gradients of t and lora_b", given, [dz, t, t, lora_b, lora_b])

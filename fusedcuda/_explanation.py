@@ -19,6 +19,10 @@ _H200_SMS = 132
 class Explanation:
     """The launches of one call. ``str()`` is for people, ``launches`` and ``plan`` for programs.
 
+    ``bytes_moved`` are those of operands and results of every launch, each once; partial sums in a
+    ``workspace`` are not among them, nor are parameters that are rounded or padded first, and
+    ``kernels`` does not count the kernels that do that.
+
     ``plan`` is the first launch. In every family but linear_act and gated_mlp it has ``path``,
     ``vec`` (elements of the widest access: 1 where everything goes element by element) and
     ``blocks``; everywhere ``kernels`` (how many it takes) and, but for pointwise, ``copies``: the
@@ -44,11 +48,14 @@ class Explanation:
       ``passes`` of ``digit_bits`` and ``tiles`` (sort), ``levels`` (sum), ``launches``, ``items``,
       ``rows``, ``columns``, ``workspace_bytes``. Of a head it is "vector" or "scalar";
       ``rows``, ``columns``, ``threads``, ``column_tiles``, ``workspace`` in elements.
-    - lora: a launch for each part. Of a skinny product ``path`` is "tensor_cores", "cublas" or
-      "empty"; ``threads``, ``factor_aligned``, ``chunks`` of 64 ranks, ``splits`` of the sum,
-      ``rows_of_stage`` and ``columns_of_stage`` of x in shared memory, ``shared_bytes`` and
-      ``workspace`` in elements. The linear's is linear_act's, an activation's pointwise's, all
-      others are cuBLAS's. Its backward has gradients of weight and bias where they require one.
+    - lora: a launch for each part. Of a skinny product ``path`` is "lora_pass_kernel_sm90" (one
+      pass over x, of the gradients of t and lora_b one for both), "tensor_cores", "cublas" or
+      "empty". Of the first ``tile_rows`` and ``tile_columns`` of x, ``lines`` of tiles and their
+      ``line_width``, and ``workspace`` in elements. Of the second ``threads``, ``factor_aligned``,
+      ``chunks`` of 64 ranks, ``splits`` of the sum, ``rows_of_stage`` and ``columns_of_stage`` of x
+      in shared memory, ``shared_bytes`` and ``workspace`` in elements. The linear's is
+      linear_act's, an activation's pointwise's, all others are cuBLAS's. Its backward has gradients
+      of weight and bias where they require one.
     - gated_mlp: a launch for each operator that the layer consists of. Of "gated_product" and
       "gated_mlp_decode" the ``path`` is their name; ``blocks`` and what their kernels are divided
       into. All others are linear_act's and pointwise's.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layouts import shifted, spread
+from layouts import pitched, shifted, spread, transposed
 
 from fusedcuda import LoRAWeights, explain, lora_linear, lora_mlp
 
@@ -90,6 +90,25 @@ def test_both_gradients_of_dz_from_one_pass():
     for fields in ({"n": 2048, "rank": 64}, {"m": 200}):
         text = str(explain(lora_linear, *operands(**fields), backward=True))
         assert "gradient of lora_b: cuBLAS" in text
+
+
+@pytest.mark.parametrize("layout", [transposed, spread, pitched, lambda x: shifted(x, 1)])
+def test_a_pass_reads_what_the_copy_engine_reads(layout):
+    """Of other layouts it would read a copy, and cuBLAS and lora_down need none, or take theirs."""
+    x, weight, lora_a, lora_b, scale = operands()
+    for rank in (16, 5):
+        given = (weight, lora_a[:rank], lora_b[:, :rank], scale)
+        assert "t: one pass" not in str(explain(lora_linear, layout(x), *given))
+        text = str(explain(lora_linear, layout(x), *given, backward=True))
+        assert "gradient of lora_a: one pass" not in text
+        assert "gradients of t and lora_b: one pass" in text  # dz is contiguous
+    for factors in ((layout(lora_a), lora_b), (lora_a, layout(lora_b))):
+        forward = explain(lora_linear, x[:2048], weight, *factors, scale)
+        assert ("t: one pass" in str(forward)) == (factors[0] is lora_a)
+        backward = explain(lora_linear, x, weight, *factors, scale, backward=True)
+        assert "gradient of lora_a: one pass" in str(backward)
+        both = "gradients of t and lora_b: one pass" in str(backward)
+        assert both == (factors[1] is lora_b)
 
 
 def test_forward_apart(use):

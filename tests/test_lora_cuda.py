@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 from launches import captured
-from layouts import shifted
+from layouts import pitched, shifted, spread, transposed
 from linears import exact
-from loras import check_lora, mask_of, random_layer
+from loras import Layer, check_lora, mask_of, random_layer
 from reference import leaf, poison
 from torch import Tensor
 
@@ -113,6 +113,17 @@ def test_layers_whose_skinny_products_are_passes(n, rank, dropout_p, lora_dtype)
     check_lora(layer, 0.5, dropout_p=dropout_p)
     for wrt in (["x"], ["lora_a"], ["lora_b"], ["lora_a", "lora_b"]):
         check_lora(layer, 0.5, "silu", dropout_p=dropout_p, wrt=wrt)
+
+
+@pytest.mark.parametrize("layout", [transposed, spread, pitched, lambda x: shifted(x, 1)])
+@pytest.mark.parametrize("rank", [16, 5])
+def test_layouts_of_many_rows(rank, layout):
+    """Where a pass would have to copy, other kernels make the skinny products."""
+    x, weight, bias, lora_a, lora_b = random_layer(
+        4096, n=264, k=256, rank=rank, dtype=BF16, device="cuda"
+    )
+    check_lora(Layer(layout(x), weight, bias, lora_a, lora_b), 0.5)
+    check_lora(Layer(x, weight, bias, layout(lora_a), layout(lora_b)), 0.5)
 
 
 def check_decode(m: int, n: int, k: int, rank: int, dtype: torch.dtype) -> None:

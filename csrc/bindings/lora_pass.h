@@ -90,10 +90,11 @@ class LoraPass : LoraCall {
   // What run() launches, as JSON.
   std::string plan(const DeviceTraits& device) const {
     const LoraPassConfig config = choose_lora_pass_config(params_, device);
-    return concat("{\"path\": \"lora_pass_kernel_sm90\", \"blocks\": ", config.lines.blocks,
-                  ", \"tile_rows\": ", kLoraPassRows, ", \"tile_columns\": ", kLoraPassColumns,
-                  ", \"line_width\": ", config.width, ", \"lines\": ", config.lines.count,
-                  ", \"workspace\": ", config.workspace_size(), "}");
+    return concat(
+        "{\"path\": \"lora_pass_kernel_sm90\", \"vec\": 8, \"blocks\": ", config.lines.blocks,
+        ", \"tile_rows\": ", kLoraPassRows, ", \"tile_columns\": ", kLoraPassColumns,
+        ", \"line_width\": ", config.width, ", \"lines\": ", config.lines.count,
+        ", \"workspace\": ", config.workspace_size(), "}");
   }
 
  private:

@@ -1,9 +1,11 @@
 """The layers of the lora family on CUDA: which operators a call consists of.
 
-Three parts: ``t`` by the skinny kernel (``_down``), the product with the branch in it
-(``_product``, ``_product_dx``), and the gradients of the factors (``_up``). The second has several
-paths, of which ``choose_path`` takes one; ``torch.ops.fusedcuda.lora_use`` forces another. The
-first of them makes ``t`` as well.
+Three parts: ``t`` (``_down``), the product with the branch in it (``_product``, ``_product_dx``),
+and the gradients of the factors (``_up``). The second has several paths, of which ``choose_path``
+takes one; ``torch.ops.fusedcuda.lora_use`` forces another. The first of them makes ``t`` as well.
+The others are skinny products, by one pass over a matrix (lora_pass, which makes the gradients of
+``t`` and ``lora_b`` together: ``_dt_and_db``), by cuBLAS, or by the kernels for every layout
+(lora_down, lora_up), in this order where a table of measurements says so.
 """
 
 from __future__ import annotations
@@ -304,20 +306,24 @@ def has_kernel(dtype: torch.dtype) -> bool:
 
 # One pass over x (lora_pass), for rows of several tiles. Measured on an H200 with
 # bench/tuning/lora_passes.py (bench/results/h200/lora_passes.txt): bf16, 512 to 32768 rows of 1024,
-# 4096 and 14336 elements, 5 to 64 ranks.
+# 4096 and 14336 elements, 5 to 64 ranks; and before, 256 rows of 4096 and 16 ranks: t 5.0 us where
+# cuBLAS takes 6.2, both gradients 6.0 and 9.6. (With dropout 2048 x 1024 is the one shape that
+# lora_down makes faster, in 6.4 us instead of 7.1.)
 PASS_ROWS, PASS_RANKS = 256, 64
 # Both gradients of dz: 25 us of 8192 x 4096 and 16 ranks, where two products of cuBLAS's take 41
-# (70 and 115 of 14336 columns); with 64 ranks 44 and 40.
+# (70 and 115 of 14336 columns); with 64 ranks 44 and 40, and with ranks that are no multiple of 8
+# cuBLAS takes 129.
 PASS_BOTH_RANKS = 32
 
 
 def down_by_pass(x: Tensor, factor: Tensor, has_dropout: bool) -> bool:
     """Whether t is made by lora_pass where that can be."""
     rank, rows = factor.shape[0], x.shape[0]
-    if not _pass_can_be(x, rank) or factor.stride(1) != 1:
+    if not _pass_can_be(x, rank) or not _has_boxes(factor):
         return False
     # Where cuBLAS can make it, 16 ranks of 4096 columns: 7.0 us of 1024 rows and the pass 5.3; 12.6
-    # and 11.3 of 4096 rows, 18.2 and 20.4 of 8192; with 64 ranks 11.4 and 14.0 of 4096 rows.
+    # and 11.3 of 4096 rows, 18.2 and 20.4 of 8192; with 64 ranks 11.4 and 14.0 of 4096 rows. (Of
+    # 1024 columns it is 4.5 and 4.7 of 2048 rows, 4.9 and 5.4 of 4096.)
     return has_dropout or rank % 8 != 0 or rows <= (4096 if rank <= 32 else 2048)
 
 
@@ -332,13 +338,22 @@ def up_by_pass(t: Tensor, x: Tensor, parameter: Tensor, rank: int, has_dropout: 
     return faster or why_up_by_cublas(t, x, parameter, rank, has_dropout) is None
 
 
-def both_by_pass(dz: Tensor, rank: int) -> bool:
+def both_by_pass(dz: Tensor, lora_b: Tensor) -> bool:
     """Whether the gradients of t and lora_b are made together where that can be."""
-    return _pass_can_be(dz, rank) and (rank % 8 != 0 or rank <= PASS_BOTH_RANKS)
+    rank = lora_b.shape[1]
+    # Ranks that are no multiple of 8 are padded, in rows that are as the pass wants them.
+    fits = rank % 8 != 0 or (rank <= PASS_BOTH_RANKS and _has_boxes(lora_b))
+    return fits and _pass_can_be(dz, rank)
 
 
 def _pass_can_be(x: Tensor, rank: int) -> bool:
-    return has_kernel(x.dtype) and x.shape[0] >= PASS_ROWS and rank <= PASS_RANKS
+    many = x.shape[0] >= PASS_ROWS
+    return has_kernel(x.dtype) and many and rank <= PASS_RANKS and _has_boxes(x)
+
+
+def _has_boxes(matrix: Tensor) -> bool:
+    """Whether the copy engine reads ``matrix`` as it is (or, of float32, rounded to 16 bits)."""
+    return matrix.stride(1) == 1 and _has_aligned_rows(matrix)
 
 
 def why_down_by_cublas(x: Tensor, factor: Tensor, has_dropout: bool) -> str | None:
@@ -360,7 +375,7 @@ def why_up_by_cublas(
     if not has_kernel(x.dtype):
         return f"{x.dtype} has no kernel of its own"
     # Measured on an H200, 8192 x 4096 bf16: 16 ranks 22 us, lora_pass 21 and lora_up 30 (64 ranks
-    # 22, 26 and 58; of 2048 rows 7.3, 8.3 and 15). With 5 ranks cuBLAS takes 54, ours 21 and 26;
+    # 22, 28 and 57; of 2048 rows 7.3, 8.1 and 15). With 5 ranks cuBLAS takes 55, ours 20 and 26;
     # and it has no dropout, and no gradient in float32 of 16-bit factors.
     fits = rank == t.shape[1] and parameter.dtype == x.dtype and not has_dropout
     if fits and _has_aligned_rows(x):
@@ -420,7 +435,7 @@ def _up(
 
 def _dt_and_db(dz: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> list[Tensor]:
     """``[dz @ lora_b * scale, dz.T @ t]`` by one pass over dz, or ``[]``."""
-    if not both_by_pass(dz, lora_b.shape[1]):
+    if not both_by_pass(dz, lora_b):
         return []
     return _ops.lora_pass.default(*both_arguments(dz, t, lora_b, scale))
 

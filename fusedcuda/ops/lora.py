@@ -29,11 +29,14 @@ Common to ``lora_linear`` and ``lora_mlp``:
   that are asked for are computed. Nothing saved is written to. Differentiable once: a double
   backward raises.
 - Memory, in elements, beyond that of the linear: ``M K`` of ``x`` for ``t``, and forward ``2 M N``
-  where the branch is added afterwards; backward ``M N`` for the gradients of ``t`` and ``lora_b``,
-  which one pass over the incoming gradient makes (16-bit types on Hopper, from 256 rows and up to
-  32 ranks on; ``2 M N`` elsewhere), ``M K`` for ``lora_a``, and ``2 M K`` where the branch's part of
-  the gradient of ``x`` is added afterwards, or with dropout, where it is made first, in one launch
-  up to 16 ranks of 16-bit types, and added by the product (``4 M K`` where it is made in two).
+  where the branch is added afterwards; backward ``M N`` for the gradients of ``t`` and ``lora_b``
+  where one pass over the incoming gradient makes both, else ``2 M N``; ``M K`` for ``lora_a``; and
+  ``2 M K`` where the branch's part of the gradient of ``x`` is added afterwards, or with dropout,
+  where it is made first, in one launch up to 16 ranks of 16-bit types, and added by the product
+  (``4 M K`` where it is made in two). The pass for both is taken of 16-bit types on Hopper from 256
+  rows on, if these start at multiples of 16 bytes, up to 32 ranks, or 64 that are no multiple of 8.
+  It leaves partial sums of the gradient of ``t`` in float32: ``4 M r N / 512`` bytes of up to 16
+  ranks, twice as many of more.
 - ``TypeError``: an operand that is no floating tensor, or of a dtype that does not go with ``x``.
   ``ValueError``: a shape, device, rank or probability that does not fit, an unknown activation.
   The message names function and argument. Quantised or packed weights are refused.

@@ -87,9 +87,11 @@ inline cudaError_t make_tensor_map(const BoxedMatrix& matrix, TensorMap* map) {
   };
   CUresult encoded = encode();
   if (encoded != CUDA_SUCCESS) {
-    // A thread whose first call of CUDA this is, as autograd's may be, has no context yet: the
-    // driver does not make it current, as every call of the runtime does.
-    const cudaError_t status = cudaFree(nullptr);
+    // A thread whose first call of CUDA this is, as autograd's may be, has no context yet, and the
+    // driver does not make the device's current. (Legal while a graph is captured, too.)
+    int device;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) status = cudaSetDevice(device);
     if (status != cudaSuccess) return status;
     encoded = encode();
   }
