@@ -122,7 +122,7 @@ class BuildKernels(build_ext):
                 )
             ]
             command = cpp_extension.BuildExtension(self.distribution)
-            # Ninja knows what is out of date; setuptools would look at the two sources alone, not
+            # Ninja knows what is out of date; setuptools would look at the sources alone, not
             # at headers and flags.
             command.inplace, command.force = self.inplace, True
             command.build_lib, command.build_temp = self.build_lib, self.build_temp
@@ -150,7 +150,7 @@ def sources(families: Iterable[str]) -> list[str]:
     return [
         os.path.relpath(source, ROOT)
         for family in families
-        for source in (_build.kernel_source(family), _build.binding_source(family))
+        for source in (*_build.kernel_sources(family), _build.binding_source(family))
     ]
 
 

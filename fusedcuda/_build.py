@@ -77,8 +77,14 @@ def csrc_dir() -> Path:
 
 
 def kernel_source(family: str) -> Path:
-    """The CUDA source of a family: its kernels, configuration and launchers."""
+    """The CUDA source of a family: its kernels and launchers, or, where it has more, the first."""
     return csrc_dir() / "kernels" / f"{family}.cu"
+
+
+def kernel_sources(family: str) -> tuple[Path, ...]:
+    """The CUDA sources of a family: those of many kernels are in parts, compiled side by side."""
+    first = kernel_source(family)
+    return (first, *sorted(first.parent.glob(f"{family}_*.cu")))
 
 
 def binding_source(family: str) -> Path:

@@ -1,4 +1,4 @@
-"""Compiles one family of kernels through torch's load_inline, keeps the result, and loads it."""
+"""Compiles one family of kernels through torch's cpp_extension, keeps it, and loads it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ def jit(
 
     Args:
         family: such as "pointwise".
-        kernel: CUDA source that takes the place of csrc/kernels/<family>.cu.
+        kernel: CUDA source that takes the place of csrc/kernels/<family>.cu; some families have
+            further ones beside it, <family>_*.cu, which remain.
         binding: C++ source that takes the place of csrc/bindings/<family>.cpp.
         replace: {old: new} pieces of text, applied to all sources; each must occur in one.
         verbose: show the compiler's commands and output.
@@ -182,7 +183,8 @@ Sources = dict[str, Source]
 
 
 def read_sources(family: str) -> Sources:
-    files = (_build.kernel_source(family), _build.binding_source(family), *_build.headers())
+    compiled = (*_build.kernel_sources(family), _build.binding_source(family))
+    files = (*compiled, *_build.headers())
     return {_below_csrc(path): Source(str(path), path.read_text()) for path in files}
 
 
@@ -199,9 +201,9 @@ def _given_source(given: str | Path, original: Path) -> Source:
 def _replaced(sources: Sources, old: str, new: str) -> Sources:
     """The sources with `new` in place of `old`; the files that this changes are called edited."""
     if not any(old in source.text for source in sources.values()):
-        kernel, binding = (path for path in sources if not path.endswith((".h", ".cuh")))
+        compiled = " nor in ".join(_units(sources))
         raise ValueError(
-            f"jit: {old!r} occurs neither in {kernel} nor in {binding} nor in the headers of "
+            f"jit: {old!r} occurs neither in {compiled} nor in the headers of "
             f"{_build.csrc_dir()}. It must match the text there, line breaks and spaces included"
         )
     return {
@@ -210,6 +212,11 @@ def _replaced(sources: Sources, old: str, new: str) -> Sources:
         else source
         for path, source in sources.items()
     }
+
+
+def _units(sources: Sources) -> list[str]:
+    """What the compiler is called for, in its order: the rest are headers."""
+    return [path for path in sources if not path.endswith((".h", ".cuh"))]
 
 
 def _write_sources(sources: Sources, folder: Path) -> None:
@@ -289,11 +296,9 @@ def _compile(
         _without_loading(folder),
     ):
         try:
-            cpp_extension.load_inline(
+            cpp_extension.load(
                 name,
-                cpp_sources=[f'#include "csrc/bindings/{family}.cpp"'],
-                cuda_sources=[f'#include "csrc/kernels/{family}.cu"'],
-                no_implicit_headers=True,
+                [str(folder / "csrc" / path) for path in _units(sources)],
                 extra_cflags=[shlex.quote(flag) for flag in _host_flags(toolchain, archs)],
                 extra_cuda_cflags=_build.nvcc_flags(archs, jit=True),
                 extra_ldflags=link_flags,
@@ -315,7 +320,7 @@ def _compile(
 
 @contextlib.contextmanager
 def _without_loading(folder: Path) -> Iterator[None]:
-    """load_inline also loads what it compiled; here that waits until the build is in its place.
+    """`load` also loads what it compiled; here that waits until the build is in its place.
 
     Loading runs the registrations in the library, which must not happen before the stubs of the
     family are released, and those must stay while the compiler may still fail.

@@ -1,4 +1,4 @@
-// Times linear_act.cu's Hopper kernels with many tiles beside cuBLASLt, to choose the tiles.
+// Times the Hopper kernels of linear_act with many tiles beside cuBLASLt, to choose the tiles.
 //
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels -lcublasLt \
 //     -o build/linear_act_tuning bench/tuning/linear_act_configs.cu && build/linear_act_tuning
@@ -7,6 +7,8 @@
 // the largest difference from cuBLASLt's result; cuBLASLt's own lines are its first choice and the
 // best of the eight that it proposes.
 #include "linear_act.cu"
+#include "linear_act_product.cu"
+#include "linear_act_product_bwd.cu"
 #include "products.cuh"
 
 using namespace fusedcuda;

@@ -15,6 +15,7 @@
 
 #include "check.cuh"
 #include "linear_act.cu"
+#include "linear_act_product.cu"
 #include "random_values.cuh"
 
 using namespace fusedcuda;

@@ -1,5 +1,5 @@
-// Times linear_act.cu's products without an activation beside cuBLASLt's, with many tiles; and what
-// a LoRA branch costs inside them, and its t = x @ A.T before.
+// Times linear_act_product.cu without an activation beside cuBLASLt, with many tiles; and what a
+// LoRA branch costs inside them, and its t = x @ A.T before.
 //
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels -lcublasLt \
 //     -o build/products_tuning bench/tuning/linear_products.cu && build/products_tuning
@@ -7,7 +7,7 @@
 // bf16, 16 ranks. A line a shape and contender: the median of interleaved rounds in microseconds,
 // the TFLOP/s of the layer without the branch, and the largest difference from cuBLASLt's result.
 // Twice: one call behind the other, at the card's power limit, and after pauses ("cool").
-#include "linear_act.cu"
+#include "linear_act_product.cu"
 #include "products.cuh"
 
 using namespace fusedcuda;

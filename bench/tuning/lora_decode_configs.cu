@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "lora.cu"
+#include "lora_one_launch.cu"
 #include "products.cuh"
 
 using namespace fusedcuda;

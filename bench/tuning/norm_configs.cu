@@ -1,4 +1,5 @@
-// Times norm.cu's kernels in many configurations, to choose those of norm_config.h.
+// Times the kernels of norm.cu and norm_bwd.cu in many configurations, to choose those of
+// norm_config.h.
 //
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I csrc/kernels \
 //     -o build/norm_tuning bench/tuning/norm_configs.cu && build/norm_tuning
@@ -14,6 +15,7 @@
 
 #include "check.cuh"
 #include "norm.cu"
+#include "norm_bwd.cu"
 #include "random_values.cuh"
 
 using namespace fusedcuda;

@@ -1,5 +1,6 @@
 // act(x @ weight.T + bias) on Hopper's tensor cores, and the elementwise kernels around matrix
-// products that cuBLASLt makes: parameters, configuration, launchers. Kernels: linear_act.cu.
+// products that cuBLASLt makes: parameters, configuration, launchers. Kernels:
+// linear_act*.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
 // The forward product of a linear layer: its tiles, and what its kernels are given. For
-// linear_act.cu and for the layer with an adapter (lora_product.cuh).
+// linear_act_product.cu and for the layer with an adapter (lora_product.cuh).
 #pragma once
 
 #include "common/gemm_launch.cuh"

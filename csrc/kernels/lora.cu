@@ -10,8 +10,9 @@
 // 50 KB or more of them in flight on an SM, and warps multiply there with mma.sync. Up to 64 ranks
 // are one pass over x, more are one for each 64.
 //
-// Two more ways make t beside the product that needs it, in one launch: of many rows and up to 16
-// ranks lora_product.cuh, of up to 64 rows lora_decode.cuh.
+// On Hopper one pass over many rows makes them faster, and two of one matrix at once
+// (lora_pass.cu). Where t is made beside the product that needs it all is one launch
+// (lora_one_launch.cu).
 //
 // Dropout is a function of the seed and the place of an element (philox.cuh): 10 instructions an
 // element that hide behind the copies, and no mask in memory.
@@ -24,10 +25,7 @@
 #include "common/sum_partials.cuh"
 #include "lora.h"
 #include "lora_branch.cuh"
-#include "lora_decode.cuh"
 #include "lora_down.cuh"
-#include "lora_pass.cuh"
-#include "lora_product.cuh"
 #include "lora_up.cuh"
 
 namespace fusedcuda {
@@ -123,53 +121,16 @@ cudaError_t up(const LoraUpParams& p, const LoraConfig& config, void* workspace,
              : sum_parts<T>(config, workspace, p.output, values, stream);
 }
 
-// f(TypeTag<T>()) for the type of 16 bits.
-template <typename F>
-cudaError_t with_half_type(DType dtype, F f) {
-  return dtype == DType::kFloat16 ? f(TypeTag<__half>()) : f(TypeTag<__nv_bfloat16>());
-}
-
 }  // namespace lora
 
 cudaError_t lora_device_traits(DeviceTraits* traits) {
   return describe_device(lora_dropout_kernel<float, false>, traits);
 }
 
-cudaError_t lora_product_device_traits(DeviceTraits* traits) {
-  const cudaError_t status = describe_device(lora_product::kAnyKernel, traits);
-  return status == cudaSuccess ? gemm::describe_products(lora_product::kAnyKernel, traits) : status;
-}
-
-cudaError_t lora_decode_device_traits(DeviceTraits* traits) {
-  const auto kernel = lora_decode_detail::kernel_for<__nv_bfloat16>(1);
-  cudaError_t status = describe_device(kernel, traits);
-  // The kernel's registers fill an SM with one block.
-  for (int log2 = 1; log2 <= kFewRowsMostClusterLog2 && traits->clusters; ++log2) {
-    if (status == cudaSuccess)
-      status = resident_clusters(kernel, kFewRowsThreads, 1 << log2,
-                                 &traits->resident_clusters[0][log2]);
-  }
-  return status;
-}
-
-cudaError_t launch_lora_decode(const LoraProductParams& params, const FewRowsConfig& config,
-                               cudaStream_t stream) {
-  return lora::with_half_type(params.linear.dtype, [&](auto type) {
-    return lora_decode_detail::run<typename decltype(type)::type>(params, config, stream);
-  });
-}
-
-cudaError_t launch_lora_product(const LoraProductParams& params, const GemmConfig& config,
-                                cudaStream_t stream) {
-  return lora::with_half_type(params.linear.dtype, [&](auto type) {
-    return lora_product::run_type<typename decltype(type)::type>(params, config, stream);
-  });
-}
-
 cudaError_t launch_lora_down(const LoraDownParams& params, const LoraConfig& config,
                              void* workspace, cudaStream_t stream) {
   if (config.is_empty()) return cudaSuccess;
-  return lora::with_half_type(params.dtype, [&](auto type) {
+  return with_half_type(params.dtype, [&](auto type) {
     return lora::down<typename decltype(type)::type>(params, config, workspace, stream);
   });
 }
@@ -177,15 +138,8 @@ cudaError_t launch_lora_down(const LoraDownParams& params, const LoraConfig& con
 cudaError_t launch_lora_up(const LoraUpParams& params, const LoraConfig& config, void* workspace,
                            cudaStream_t stream) {
   if (config.is_empty()) return cudaSuccess;
-  return lora::with_half_type(params.dtype, [&](auto type) {
+  return with_half_type(params.dtype, [&](auto type) {
     return lora::up<typename decltype(type)::type>(params, config, workspace, stream);
-  });
-}
-
-cudaError_t launch_lora_pass(const LoraPassParams& params, const LoraPassConfig& config,
-                             void* workspace, cudaStream_t stream) {
-  return lora::with_half_type(params.dtype, [&](auto type) {
-    return lora_pass::run<typename decltype(type)::type>(params, config, workspace, stream);
   });
 }
 
@@ -209,7 +163,7 @@ cudaError_t launch_lora_dropout(const LoraDropoutParams& params, const DeviceTra
 
 cudaError_t launch_lora_branch(const LoraBranchParams& params, bool dependent,
                                cudaStream_t stream) {
-  return lora::with_half_type(params.dtype, [&](auto type) {
+  return with_half_type(params.dtype, [&](auto type) {
     return launch(lora_branch_kernel<typename decltype(type)::type>,
                   dim3(static_cast<unsigned>(params.rows.config.blocks())), dim3(kNarrowThreads),
                   dependent, stream, params);

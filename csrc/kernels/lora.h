@@ -1,5 +1,5 @@
 // The skinny products of a low-rank adapter, and the dropout of its input: parameters,
-// configurations, launchers. Kernels: lora.cu.
+// configurations, launchers. Kernels: lora*.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
 // RMSNorm and LayerNorm over the last dimension, forward and backward: parameters, configuration,
-// launchers. Kernels: norm.cu.
+// launchers. Kernels: norm.cu, norm_bwd.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>

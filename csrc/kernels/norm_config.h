@@ -1,4 +1,4 @@
-// How norm.cu's kernels are launched: pure host functions, no CUDA.
+// How the kernels of norm.cu and norm_bwd.cu are launched: pure host functions, no CUDA.
 #pragma once
 
 #include <algorithm>

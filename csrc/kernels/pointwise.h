@@ -1,5 +1,5 @@
 // Pointwise chains, forward and backward: parameters, configuration, launchers. Kernels:
-// pointwise.cu.
+// pointwise.cu, pointwise_bwd.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>

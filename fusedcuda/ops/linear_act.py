@@ -3,7 +3,7 @@
 What is between two matrix products costs no pass over memory: forward, bias and activation (or
 residual) are applied before the result leaves the chip; backward, the derivative of the activation
 and the sum for the bias ride along where the product allows it. Kernels: cuBLASLt's and
-``csrc/kernels/linear_act.cu``.
+``csrc/kernels/linear_act*.cu``.
 
 Common to ``linear_act``, ``linear_residual`` and ``mlp``:
 

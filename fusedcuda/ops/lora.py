@@ -1,7 +1,7 @@
 """Linear layers with a low-rank adapter (LoRA): the branch at little more than the linear's price.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685. Kernels:
-``csrc/kernels/lora.cu``, and the products of ``fusedcuda/ops/linear_act.py``.
+``csrc/kernels/lora*.cu``, and the products of ``fusedcuda/ops/linear_act.py``.
 
 Common to ``lora_linear`` and ``lora_mlp``:
 

@@ -1,7 +1,7 @@
 """Normalisation of rows: RMSNorm and LayerNorm over the last dimension, with the residual add.
 
 A row is read once and written once; the statistics, and in the backward the gradients of weight and
-bias, are made on the way. Kernels: ``csrc/kernels/norm.cu``.
+bias, are made on the way. Kernels: ``csrc/kernels/norm*.cu``.
 
 Common to both functions:
 

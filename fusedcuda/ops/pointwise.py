@@ -1,7 +1,7 @@
 """Pointwise chains: bias, activation, scale and product in one pass over the memory.
 
 The first rung of fusion. Eager PyTorch runs ``relu((a + b) * c)`` as three kernels that move eight
-tensors through memory; one kernel moves four. Kernels: ``csrc/kernels/pointwise.cu``.
+tensors through memory; one kernel moves four. Kernels: ``csrc/kernels/pointwise*.cu``.
 
 Common to all functions here:
 

@@ -3,9 +3,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from emulator import CSRC, HERE, build, find_compiler
+from emulator import HERE, build, find_compiler
 from norm_emulator import NormEmulator
 from pointwise_emulator import Emulator
+
+from fusedcuda import _build
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +23,7 @@ def build_library(pytestconfig: pytest.Config) -> Callable[..., Path]:
 def build_family(build_library: Callable[..., Path]) -> Callable[[str], Path]:
     """The library of the real kernels of a family (see emulator.py)."""
     return lambda family: build_library(
-        CSRC / "kernels" / f"{family}.cu", HERE / f"entry_{family}.cpp"
+        *_build.kernel_sources(family), HERE / f"entry_{family}.cpp"
     )
 
 

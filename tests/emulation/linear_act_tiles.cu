@@ -1,7 +1,7 @@
-// The Hopper product with tiles that linear_act.cu does not choose today, but that
+// The Hopper product with tiles that linear_act_product.cu does not choose today, but that
 // bench/tuning/linear_act_configs.cu measures.
 #include "entry.h"
-#include "kernels/linear_act.cu"
+#include "kernels/linear_act_product.cu"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // A linear layer of few rows with its adapter in one launch, as csrc/bindings/lora_decode.h makes
 // it.
 #include "entry.h"
-#include "kernels/lora.cu"
+#include "kernels/lora_one_launch.cu"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // One pass over x for the products of a low-rank adapter, as csrc/bindings/lora_pass.h makes it.
 #include "entry.h"
-#include "kernels/lora.cu"
+#include "kernels/lora_pass.cu"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "entry.h"
-#include "kernels/lora.cu"
+#include "kernels/lora_one_launch.cu"
 
 namespace {
 

@@ -49,6 +49,12 @@ cudaError_t with_type(DType dtype, F f) {
   }
 }
 
+// The same of the types of 16 bits.
+template <typename F>
+cudaError_t with_half_type(DType dtype, F f) {
+  return dtype == DType::kFloat16 ? f(TypeTag<__half>()) : f(TypeTag<__nv_bfloat16>());
+}
+
 // f(items, aligned), two integral constants. kMostItems: as given to choose_row_config for aligned
 // rows; for others it is 4.
 template <int kMostItems, typename F>
