@@ -323,7 +323,7 @@ def _add_up(
     rank = parameter.shape[1 if transposed else 0]
     in_float32 = parameter.dtype == torch.float32
     if cuda.up_by_pass(t, x, parameter, rank, seed is not None):
-        given = (x, None, t, seed, rank, 1.0, dropout_p, transposed, in_float32)
+        given = cuda.up_arguments(t, x, parameter, rank, seed, dropout_p, transposed)
         if _add_pass(parts, what, given, [x, t, parameter]):
             return
     if why := cuda.why_up_by_cublas(t, x, parameter, rank, seed is not None):

@@ -418,7 +418,7 @@ def _up(
     """:func:`_lora_reference.lora_up`, in the dtype of ``parameter``."""
     in_float32 = parameter.dtype == torch.float32
     if up_by_pass(t, x, parameter, rank, seed is not None):
-        arguments = (x, None, t, seed, rank, 1.0, dropout_p, transposed, in_float32)
+        arguments = up_arguments(t, x, parameter, rank, seed, dropout_p, transposed)
         found = _ops.lora_pass.default(*arguments)
         if found:
             return found[0]
@@ -446,6 +446,20 @@ def down_arguments(
     """Of lora_pass: t alone. (The factor is small: rounding it is 2 us.)"""
     rank = factor.shape[0]
     return (x, factor.to(x.dtype), None, seed, rank, scale, dropout_p, False, False)
+
+
+def up_arguments(
+    t: Tensor,
+    x: Tensor,
+    parameter: Tensor,
+    rank: int,
+    seed: Tensor | None,
+    dropout_p: float,
+    transposed: bool,
+) -> tuple[object, ...]:
+    """Of lora_pass: a factor's gradient alone."""
+    in_float32 = parameter.dtype == torch.float32
+    return (x, None, t, seed, rank, 1.0, dropout_p, transposed, in_float32)
 
 
 def both_arguments(dz: Tensor, t: Tensor, lora_b: Tensor, scale: float) -> tuple[object, ...]:
