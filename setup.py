@@ -49,7 +49,8 @@ class BuildPython(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "fusedcuda" / "csrc"
-            shutil.copytree(ROOT / "csrc", target, dirs_exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)  # parts of an earlier build would be compiled
+            shutil.copytree(ROOT / "csrc", target)
 
 
 class BuildKernels(build_ext):

@@ -82,7 +82,10 @@ def kernel_source(family: str) -> Path:
 
 
 def kernel_sources(family: str) -> tuple[Path, ...]:
-    """The CUDA sources of a family: those of many kernels are in parts, compiled side by side."""
+    """The CUDA sources of a family: of many kernels they are in parts, compiled side by side.
+
+    Every ``<family>_*.cu`` beside the first is a part.
+    """
     first = kernel_source(family)
     return (first, *sorted(first.parent.glob(f"{family}_*.cu")))
 

@@ -136,9 +136,10 @@ def jit(
         y = fusedcuda.bias_act(x, bias)  # runs the edited kernel
         edited.restore()  # back to the original; a `with` block does this by itself
 
-    or write the kernel anew: `kernel` takes the whole source, as text or as a path, and can include
-    the headers of csrc/kernels ("common/..."). The file to start from is
-    `fusedcuda.kernel_source("pointwise")`.
+    or write a source anew: `kernel` takes the place of the family's first one (of pointwise and
+    norm: the forward), as text or as a path, and can include the headers of csrc/kernels
+    ("common/..."). The file to start from is `fusedcuda.kernel_source("pointwise")`. What is in
+    other parts, <family>_*.cu beside it, is changed by `replace`.
 
     A mistake raises a RuntimeError with the message of the compiler; the kernels in use before stay
     in use. The first time, torch warns on stderr of a "previously registered kernel" that is
@@ -146,8 +147,7 @@ def jit(
 
     Args:
         family: such as "pointwise".
-        kernel: CUDA source that takes the place of csrc/kernels/<family>.cu; some families have
-            further ones beside it, <family>_*.cu, which remain.
+        kernel: CUDA source that takes the place of csrc/kernels/<family>.cu.
         binding: C++ source that takes the place of csrc/bindings/<family>.cpp.
         replace: {old: new} pieces of text, applied to all sources; each must occur in one.
         verbose: show the compiler's commands and output.

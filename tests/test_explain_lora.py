@@ -102,6 +102,13 @@ def test_a_pass_reads_what_the_copy_engine_reads(layout):
         text = str(explain(lora_linear, layout(x), *given, backward=True))
         assert "gradient of lora_a: one pass" not in text
         assert "gradients of t and lora_b: one pass" in text  # dz is contiguous
+    # Rounded factors are contiguous, and aligned if their rows are of multiples of 16 bytes.
+    masters = (shifted(lora_a.float(), 1), shifted(lora_b.float(), 1))
+    assert "t: one pass" in str(explain(lora_linear, x[:2048], weight, *masters, scale))
+    text = str(explain(lora_linear, x, weight, *masters, scale, backward=True))
+    assert "gradients of t and lora_b: one pass" in text
+    narrow = (x[:2048, :252], weight[:, :252], lora_a.float()[:, :252].contiguous())
+    assert "t: one pass" not in str(explain(lora_linear, *narrow, lora_b.float(), scale))
     for factors in ((layout(lora_a), lora_b), (lora_a, layout(lora_b))):
         forward = explain(lora_linear, x[:2048], weight, *factors, scale)
         assert ("t: one pass" in str(forward)) == (factors[0] is lora_a)

@@ -6,7 +6,10 @@
 // - layers of few inputs (linear_act_narrow.cuh), products of one output (linear_act_dot.cuh), and
 //   the gradient of a layer of one output (linear_act_one_output.cuh).
 #include <algorithm>
+#include <cstdint>
 
+#include "common/iteration.h"
+#include "common/launch.h"
 #include "common/row_launch.cuh"
 #include "linear_act.h"
 #include "linear_act_columns.cuh"

@@ -3,11 +3,11 @@
 //
 //   y[m, n] = act(sum_k a[m, k] b[n, k] + bias[n])
 //
-// Memory for 16-bit elements: 2 (m k + n k + m n) bytes, and for the gradient m n / 8 (ReLU) or
+// Memory for 16-bit elements: 2 (m k + n k + m n) bytes, and for what is saved m n / 8 (ReLU) or
 // 2 m n (the derivative of the other activations). An epilogue in a kernel of its own would read
 // and write 4 m n more: 65536 x 1024 x 480 takes as long for that as for the product.
 #include "common/gemm_launch.cuh"
-#include "common/row_launch.cuh"
+#include "common/launch.h"
 #include "common/run_gemm.cuh"
 #include "linear_act.h"
 #include "linear_act_config.h"

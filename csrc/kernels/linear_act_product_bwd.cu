@@ -8,7 +8,6 @@
 #include <type_traits>
 
 #include "common/gemm_launch.cuh"
-#include "common/row_launch.cuh"
 #include "common/run_gemm.cuh"
 #include "common/sum_splits.cuh"
 #include "linear_act.h"

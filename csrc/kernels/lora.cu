@@ -19,12 +19,16 @@
 
 #include <algorithm>
 
+#include "common/convert.cuh"
 #include "common/iteration.h"
 #include "common/launch.h"
+#include "common/philox.cuh"
 #include "common/row_launch.cuh"
 #include "common/sum_partials.cuh"
+#include "common/vec.cuh"
 #include "lora.h"
 #include "lora_branch.cuh"
+#include "lora_config.h"
 #include "lora_down.cuh"
 #include "lora_up.cuh"
 

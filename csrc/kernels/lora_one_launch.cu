@@ -1,5 +1,7 @@
 // A linear layer with its adapter in one launch, t included: of few rows lora_decode.cuh, of many
 // rows and up to 16 ranks lora_product.cuh.
+#include "common/gemm_launch.cuh"
+#include "common/launch.h"
 #include "common/row_launch.cuh"
 #include "lora.h"
 #include "lora_decode.cuh"

@@ -1,7 +1,11 @@
 // Launcher of the one pass over a matrix for the skinny products (lora_pass.cuh).
 #include "common/gemm_launch.cuh"
+#include "common/launch.h"
 #include "common/row_launch.cuh"
+#include "common/tensor_map.h"
+#include "lora.h"
 #include "lora_pass.cuh"
+#include "lora_pass_config.h"
 
 namespace fusedcuda {
 namespace lora_pass {
@@ -84,6 +88,7 @@ cudaError_t run(const LoraPassParams& p, const LoraPassConfig& config, void* wor
 }
 
 }  // namespace lora_pass
+
 cudaError_t launch_lora_pass(const LoraPassParams& params, const LoraPassConfig& config,
                              void* workspace, cudaStream_t stream) {
   return with_half_type(params.dtype, [&](auto type) {

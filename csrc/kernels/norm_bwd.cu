@@ -4,6 +4,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "common/iteration.h"
+#include "common/launch.h"
 #include "common/row_launch.cuh"
 #include "common/sum_partials.cuh"
 #include "norm_bwd.cuh"

@@ -21,7 +21,6 @@
 // kVec is the vector width of T where every tensor has whole aligned vectors (common/walk.cuh), or
 // 1 for any strides and alignments (common/gather.cuh).
 
-#include <algorithm>
 #include <type_traits>
 
 #include "common/gather.cuh"

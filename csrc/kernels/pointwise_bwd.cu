@@ -1,5 +1,6 @@
 // Launcher of the gradients (pointwise_bwd.cuh), and of the sums of those of broadcast operands.
 
+#include "common/gather.cuh"
 #include "common/launch.h"
 #include "common/sum_partials.cuh"
 #include "common/walk.cuh"

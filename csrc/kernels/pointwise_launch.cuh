@@ -2,8 +2,6 @@
 // what a plan (pointwise_config.h) says as the kernels take it.
 #pragma once
 
-#include <algorithm>
-
 #include "common/gather.cuh"
 #include "common/launch.h"
 #include "pointwise.h"

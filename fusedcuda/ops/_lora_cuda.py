@@ -319,7 +319,7 @@ PASS_BOTH_RANKS = 32
 def down_by_pass(x: Tensor, factor: Tensor, has_dropout: bool) -> bool:
     """Whether t is made by lora_pass where that can be."""
     rank, rows = factor.shape[0], x.shape[0]
-    if not _pass_can_be(x, rank) or not _has_boxes(factor):
+    if not _pass_can_be(x, rank) or not _has_boxes(factor, x.dtype):
         return False
     # Where cuBLAS can make it, 16 ranks of 4096 columns: 7.0 us of 1024 rows and the pass 5.3; 12.6
     # and 11.3 of 4096 rows, 18.2 and 20.4 of 8192; with 64 ranks 11.4 and 14.0 of 4096 rows. (Of
@@ -342,17 +342,19 @@ def both_by_pass(dz: Tensor, lora_b: Tensor) -> bool:
     """Whether the gradients of t and lora_b are made together where that can be."""
     rank = lora_b.shape[1]
     # Ranks that are no multiple of 8 are padded, in rows that are as the pass wants them.
-    fits = rank % 8 != 0 or (rank <= PASS_BOTH_RANKS and _has_boxes(lora_b))
+    fits = rank % 8 != 0 or (rank <= PASS_BOTH_RANKS and _has_boxes(lora_b, dz.dtype))
     return fits and _pass_can_be(dz, rank)
 
 
 def _pass_can_be(x: Tensor, rank: int) -> bool:
     many = x.shape[0] >= PASS_ROWS
-    return has_kernel(x.dtype) and many and rank <= PASS_RANKS and _has_boxes(x)
+    return has_kernel(x.dtype) and many and rank <= PASS_RANKS and _has_boxes(x, x.dtype)
 
 
-def _has_boxes(matrix: Tensor) -> bool:
-    """Whether the copy engine reads ``matrix`` as it is (or, of float32, rounded to 16 bits)."""
+def _has_boxes(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the copy engine reads ``matrix`` as it is or, of another dtype, rounded to this."""
+    if matrix.dtype != dtype:
+        return matrix.stride(1) == 1 and matrix.shape[1] % 8 == 0
     return matrix.stride(1) == 1 and _has_aligned_rows(matrix)
 
 

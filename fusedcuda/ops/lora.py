@@ -34,7 +34,7 @@ Common to ``lora_linear`` and ``lora_mlp``:
   ``2 M K`` where the branch's part of the gradient of ``x`` is added afterwards, or with dropout,
   where it is made first, in one launch up to 16 ranks of 16-bit types, and added by the product
   (``4 M K`` where it is made in two). The pass for both is taken of 16-bit types on Hopper from 256
-  rows on, if these start at multiples of 16 bytes, up to 32 ranks, or 64 that are no multiple of 8.
+  rows on, if these start at multiples of 16 bytes, up to 32 ranks, or 64 if not a multiple of 8.
   It leaves partial sums of the gradient of ``t`` in float32: ``4 M r N / 512`` bytes of up to 16
   ranks, twice as many of more.
 - ``TypeError``: an operand that is no floating tensor, or of a dtype that does not go with ``x``.

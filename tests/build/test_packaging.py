@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -58,6 +59,10 @@ def project(machine: Machine) -> Project:
 
 
 def test_wheel_holds_the_extension_and_the_sources_and_works(project, machine) -> None:
+    build = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    stale = project.root / "build" / build / "fusedcuda" / "csrc" / "kernels" / "pointwise_gone.cu"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     run = project.setup("bdist_wheel")
     assert run.returncode == 0, run.stderr
     (wheel,) = (project.root / "dist").glob("*.whl")
@@ -75,6 +80,7 @@ def test_wheel_holds_the_extension_and_the_sources_and_works(project, machine) -
         "fusedcuda/csrc/kernels/common/answer.h",
         "fusedcuda/csrc/bindings/pointwise.cpp",
     } <= names
+    assert f"fusedcuda/csrc/kernels/{stale.name}" not in names  # of an earlier build
     assert not any(name.startswith(("tests/", "bench/", "csrc/")) for name in names)
 
     machine.monkeypatch.setenv("PYTHONPATH", str(machine.root / "site"))
