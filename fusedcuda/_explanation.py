@@ -23,7 +23,7 @@ class Explanation:
     ``workspace`` are not among them, nor are parameters that are rounded or padded first, and
     ``kernels`` does not count the kernels that do that.
 
-    ``plan`` is the first launch. In every family but linear_act and gated_mlp it has ``path``,
+    ``plan`` is the first launch. In all but linear_act, lora and gated_mlp it has ``path``,
     ``vec`` (elements of the widest access: 1 where everything goes element by element) and
     ``blocks``; everywhere ``kernels`` (how many it takes) and, but for pointwise, ``copies``: the
     arguments that are copied first.

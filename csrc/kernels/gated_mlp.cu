@@ -12,6 +12,7 @@
 //
 // Of few rows the whole layer is one launch: gated_mlp_decode.cuh.
 #include "common/gemm_launch.cuh"
+#include "common/row_launch.cuh"
 #include "common/run_gemm.cuh"
 #include "gated_mlp.h"
 #include "gated_mlp_config.h"
@@ -97,9 +98,9 @@ cudaError_t gated_mlp_device_traits(DeviceTraits* traits) {
 
 cudaError_t launch_gated_product(const GatedProductParams& params, const GemmConfig& config,
                                  cudaStream_t stream) {
-  return params.dtype == DType::kFloat16
-             ? gated_mlp::run_tile<__half>(params, config, stream)
-             : gated_mlp::run_tile<__nv_bfloat16>(params, config, stream);
+  return with_half_type(params.dtype, [&](auto type) {
+    return gated_mlp::run_tile<typename decltype(type)::type>(params, config, stream);
+  });
 }
 
 }  // namespace fusedcuda

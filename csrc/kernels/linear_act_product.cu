@@ -8,6 +8,7 @@
 // and write 4 m n more: 65536 x 1024 x 480 takes as long for that as for the product.
 #include "common/gemm_launch.cuh"
 #include "common/launch.h"
+#include "common/row_launch.cuh"
 #include "common/run_gemm.cuh"
 #include "linear_act.h"
 #include "linear_act_config.h"
@@ -70,9 +71,9 @@ cudaError_t linear_act_device_traits(DeviceTraits* traits) {
 
 cudaError_t launch_linear_act(const LinearActParams& params, const GemmConfig& config,
                               cudaStream_t stream) {
-  return params.dtype == DType::kFloat16
-             ? linear_act::run_layout<__half>(params, config, stream)
-             : linear_act::run_layout<__nv_bfloat16>(params, config, stream);
+  return with_half_type(params.dtype, [&](auto type) {
+    return linear_act::run_layout<typename decltype(type)::type>(params, config, stream);
+  });
 }
 
 }  // namespace fusedcuda

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/gemm_launch.cuh"
+#include "common/row_launch.cuh"
 #include "common/run_gemm.cuh"
 #include "common/sum_splits.cuh"
 #include "linear_act.h"
@@ -143,9 +144,9 @@ cudaError_t run_bwd(const LinearActBwdParams& params, const LinearActBwdConfig& 
 cudaError_t launch_linear_act_bwd(const LinearActBwdParams& params,
                                   const LinearActBwdConfig& config, void* workspace,
                                   cudaStream_t stream) {
-  return params.dtype == DType::kFloat16
-             ? linear_act::run_bwd<__half>(params, config, workspace, stream)
-             : linear_act::run_bwd<__nv_bfloat16>(params, config, workspace, stream);
+  return with_half_type(params.dtype, [&](auto type) {
+    return linear_act::run_bwd<typename decltype(type)::type>(params, config, workspace, stream);
+  });
 }
 
 }  // namespace fusedcuda

@@ -353,9 +353,9 @@ def _pass_can_be(x: Tensor, rank: int) -> bool:
 
 def _has_boxes(matrix: Tensor, dtype: torch.dtype) -> bool:
     """Whether the copy engine reads ``matrix`` as it is or, of another dtype, rounded to this."""
-    if matrix.dtype != dtype:
-        return matrix.stride(1) == 1 and matrix.shape[1] % 8 == 0
-    return matrix.stride(1) == 1 and _has_aligned_rows(matrix)
+    is_rounded = matrix.dtype != dtype  # to rows without gaps
+    aligned = matrix.shape[1] % 8 == 0 if is_rounded else _has_aligned_rows(matrix)
+    return matrix.stride(1) == 1 and aligned
 
 
 def why_down_by_cublas(x: Tensor, factor: Tensor, has_dropout: bool) -> str | None:

@@ -88,7 +88,7 @@ inline cudaError_t make_tensor_map(const BoxedMatrix& matrix, TensorMap* map) {
   CUresult encoded = encode();
   if (encoded != CUDA_SUCCESS) {
     // A thread whose first call of CUDA this is, as autograd's may be, has no context yet, and the
-    // driver does not make the device's current. (Legal while a graph is captured, too.)
+    // driver does not make the device's current.
     int device;
     cudaError_t status = cudaGetDevice(&device);
     if (status == cudaSuccess) status = cudaSetDevice(device);
